@@ -1,0 +1,227 @@
+//! One variant per way an input can be wrong. Each message names the file, the tensor and both numbers, and the way out
+//! where there is one.
+
+use std::path::{Path, PathBuf};
+
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    // --- files and folders
+    #[error("{}: {doing}: {source}", path.display())]
+    Io {
+        path: PathBuf,
+        doing: &'static str,
+        source: std::io::Error,
+    },
+    #[error("{}: no such file or folder", path.display())]
+    MissingSource { path: PathBuf },
+    #[error("{}: not a folder and not a .safetensors file", path.display())]
+    NotACheckpoint { path: PathBuf },
+    #[error("{}: no .safetensors file in this folder", path.display())]
+    NoSafetensors { path: PathBuf },
+    #[error("{}: the index names shard {shard}, which is not there", index.display())]
+    MissingShard { index: PathBuf, shard: String },
+    #[error("{}: shard {number} of {total} is missing (the names of its neighbours say there are {total})", folder.display())]
+    MissingNumberedShard {
+        folder: PathBuf,
+        number: usize,
+        total: usize,
+    },
+    #[error("{}: more than one *.safetensors.index.json ({first} and {second}); keep one", folder.display())]
+    TwoIndexes {
+        folder: PathBuf,
+        first: String,
+        second: String,
+    },
+    #[error("{}: not a usable index: {why}", path.display())]
+    BadIndex { path: PathBuf, why: String },
+    #[error("{}: the index path {shard:?} leaves the folder", index.display())]
+    IndexLeavesFolder { index: PathBuf, shard: String },
+    #[error("{}: the index places {tensor} in {shard}, which does not hold it", index.display())]
+    IndexedTensorMissing {
+        index: PathBuf,
+        tensor: String,
+        shard: String,
+    },
+    #[error("{}: {shard} holds {tensor}, which the index does not name", index.display())]
+    TensorNotIndexed {
+        index: PathBuf,
+        tensor: String,
+        shard: String,
+    },
+    #[error("{}: shard {shard} belongs to this checkpoint by its name, but the index does not name it", index.display())]
+    ShardNotIndexed { index: PathBuf, shard: String },
+
+    // --- safetensors headers
+    #[error("{}: {len} bytes, too short for the 8 of a header length", path.display())]
+    FileTooShort { path: PathBuf, len: u64 },
+    #[error("{}: the header claims {header} bytes, the file has {file} in all (truncated or not safetensors)", path.display())]
+    HeaderTooLong {
+        path: PathBuf,
+        header: u64,
+        file: u64,
+    },
+    #[error("{}: the header claims {header} bytes, more than the format's limit of {limit}", path.display())]
+    HeaderOverLimit {
+        path: PathBuf,
+        header: u64,
+        limit: u64,
+    },
+    #[error("{}: the header is not valid: {why}", path.display())]
+    BadHeader { path: PathBuf, why: String },
+    #[error("{}: {tensor} appears twice in the header", path.display())]
+    DuplicateInHeader { path: PathBuf, tensor: String },
+    #[error("{tensor} is in {} and in {}", first.display(), second.display())]
+    DuplicateTensor {
+        tensor: String,
+        first: PathBuf,
+        second: PathBuf,
+    },
+    #[error("{}: {tensor}: its offsets span {span} bytes, its dtype and shape need {need}", path.display())]
+    SizeMismatch {
+        path: PathBuf,
+        tensor: String,
+        span: u64,
+        need: u64,
+    },
+    #[error("{}: {tensor}: shape {shape:?} is larger than can be addressed", path.display())]
+    ShapeOverflow {
+        path: PathBuf,
+        tensor: String,
+        shape: Vec<usize>,
+    },
+    #[error("{}: {tensor}: ends at byte {end} before it begins at {begin}", path.display())]
+    OffsetsReversed {
+        path: PathBuf,
+        tensor: String,
+        begin: u64,
+        end: u64,
+    },
+    #[error("{}: {tensor}: begins at byte {begin}, where the data before it ends at {expected} (a gap)", path.display())]
+    Gap {
+        path: PathBuf,
+        tensor: String,
+        begin: u64,
+        expected: u64,
+    },
+    #[error("{}: {tensor}: begins at byte {begin}, inside the tensor before it, which ends at {expected} (an overlap)", path.display())]
+    Overlap {
+        path: PathBuf,
+        tensor: String,
+        begin: u64,
+        expected: u64,
+    },
+    #[error("{}: {tensor}: ends at byte {end} of the data, the file holds {have} (truncated)", path.display())]
+    Truncated {
+        path: PathBuf,
+        tensor: String,
+        end: u64,
+        have: u64,
+    },
+    #[error("{}: the tensors end at byte {end} of the data, the file holds {have} (trailing bytes)", path.display())]
+    TrailingBytes { path: PathBuf, end: u64, have: u64 },
+    #[error("{}: was {before} bytes when its header was read and is {now} now; something is writing to it", path.display())]
+    SourceChanged {
+        path: PathBuf,
+        before: u64,
+        now: u64,
+    },
+
+    // --- config.json and other JSON
+    #[error("{}: not valid JSON: {why}", path.display())]
+    BadJson { path: PathBuf, why: String },
+    #[error("{}: not a JSON object", path.display())]
+    NotAnObject { path: PathBuf },
+    #[error("{tensor}: splitting it needs {key} in config.json{}", hint.as_deref().map(|h| format!(" ({h})")).unwrap_or_default())]
+    ConfigKeyMissing {
+        tensor: String,
+        key: &'static str,
+        hint: Option<String>,
+    },
+    #[error("{tensor}: {rows} rows, but config.json says q {q} + k {kv} + v {kv} = {total}; --fused-qkv keep leaves it whole")]
+    FusedRows {
+        tensor: String,
+        rows: usize,
+        q: usize,
+        kv: usize,
+        total: usize,
+    },
+
+    // --- the request
+    #[error("--group {group}: {why}")]
+    BadGroup { group: usize, why: &'static str },
+    #[error("{0}")]
+    BadRequest(String),
+    #[error("--{option} {pattern:?} matches no module of this checkpoint")]
+    PatternMatchesNothing {
+        option: &'static str,
+        pattern: String,
+    },
+    #[error("{}: already quantized ({evidence}); --dequantize makes it dense", path.display())]
+    AlreadyQuantized { path: PathBuf, evidence: String },
+    #[error("{}: not quantized ({why}); nothing to decode", path.display())]
+    NotQuantized { path: PathBuf, why: String },
+    #[error("{}: nothing to quantize: {why}", path.display())]
+    NothingToQuantize { path: PathBuf, why: String },
+    #[error("--quantize-lm-head: this checkpoint has no lm_head.weight and no embedding that it could be tied to")]
+    NoHead,
+    #[error("--quantize-lm-head: {reason}")]
+    HeadStaysDense { reason: String },
+    #[error("--quantize-embedding: this checkpoint has no embedding table that is known by name")]
+    NoEmbedding,
+    #[error("{tensor}: the source has a tensor of this name already, and the output needs it for {module}")]
+    NameTaken { tensor: String, module: String },
+
+    // --- the destination
+    #[error("{}: not empty; --overwrite replaces a checkpoint that this tool wrote", path.display())]
+    DestinationNotEmpty { path: PathBuf },
+    #[error("{}: --overwrite replaces only a checkpoint that this tool wrote, and this folder holds {found}", path.display())]
+    NotOurs { path: PathBuf, found: String },
+    #[error("{}: a file; --dst is a folder", path.display())]
+    DestinationIsFile { path: PathBuf },
+    #[error("{}: --dst is the source {} or inside it", path.display(), src.display())]
+    DestinationInSource { path: PathBuf, src: PathBuf },
+    #[error("{}: --src is inside --dst {}, which --overwrite would replace", src.display(), path.display())]
+    SourceInDestination { path: PathBuf, src: PathBuf },
+    #[error("{}: {needed} bytes are needed and {free} are free", path.display())]
+    DiskTooSmall {
+        path: PathBuf,
+        needed: u64,
+        free: u64,
+    },
+    #[error("interrupted; nothing was written to --dst")]
+    Interrupted,
+
+    // --- weights
+    #[error("{}: {tensor}: {value} at row {row}, column {column}; {way_out}", path.display())]
+    NonFinite {
+        path: PathBuf,
+        tensor: String,
+        row: usize,
+        column: usize,
+        value: String,
+        way_out: String,
+    },
+    #[error("{}: {tensor}: row {row}, group {group}: its scale overflows {dtype} (largest {limit}); {way_out}", path.display())]
+    ScaleOverflow {
+        path: PathBuf,
+        tensor: String,
+        row: usize,
+        group: usize,
+        dtype: &'static str,
+        limit: f32,
+        way_out: String,
+    },
+}
+
+impl Error {
+    /// Attaches the path and what was being done to an I/O error.
+    pub fn io(path: &Path, doing: &'static str) -> impl FnOnce(std::io::Error) -> Error + '_ {
+        move |source| Error::Io {
+            path: path.to_path_buf(),
+            doing,
+            source,
+        }
+    }
+}
