@@ -6,6 +6,7 @@
 //! |---|---|
 //! | `main.rs`, `cli`, `progress` | text in, text out; exit codes |
 //! | [`run`], [`verify`] | carry a plan out; decode what was written and compare |
+//! | [`pool`] | workers over an ordered list of tasks |
 //! | [`plan`] | request + headers -> [`plan::Plan`], a pure value: rules, fused splits, shards, offsets |
 //! | [`report`] | `quantization_report.json` |
 //! | [`scheme`] | what a quantized tensor is on disk: names, shapes, tiles, config; one registry |
@@ -18,6 +19,14 @@
 //! encoded and written at their offsets by a pool -> sums are folded in order into the report -> fsync, rename.
 
 pub mod checkpoint;
+pub mod cli;
 pub mod error;
 pub mod kernel;
+pub mod plan;
+pub mod pool;
+pub mod progress;
+pub mod report;
+pub mod run;
+pub mod scheme;
 pub mod tensor;
+pub mod verify;

@@ -94,3 +94,13 @@ pub enum Fault {
     /// The group at `element` (its first weight) has a scale beyond the largest finite value it can be stored as.
     ScaleOverflow { element: usize },
 }
+
+impl Fault {
+    /// The same fault, counted from `by` elements earlier.
+    pub fn shifted(self, by: usize) -> Self {
+        match self {
+            Fault::NonFinite { element } => Fault::NonFinite { element: element + by },
+            Fault::ScaleOverflow { element } => Fault::ScaleOverflow { element: element + by },
+        }
+    }
+}

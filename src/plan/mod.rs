@@ -1,0 +1,182 @@
+//! Request + headers -> [`Plan`], a pure value: which tensor becomes what, where every byte goes, and why the rest stays
+//! as it is. Nothing here reads a weight or writes a file.
+//!
+//! | file | what it settles |
+//! |---|---|
+//! | `rules` | tables of module names: linears, fused sets, embeddings |
+//! | `pattern` | `--include`, `--exclude` |
+//! | `quantize` | the plan of a quantizing run |
+//! | `origin` | where an output tensor's values come from |
+//! | `layout` | shards, offsets and headers of the output |
+
+mod layout;
+mod origin;
+mod pattern;
+mod quantize;
+mod rules;
+
+pub use origin::{origin, Origin};
+pub use quantize::plan;
+
+use crate::checkpoint::{Config, Sidecar};
+use crate::scheme::{QType, Scheme, Shape};
+use crate::tensor::Dtype;
+
+/// What the command line asks for.
+#[derive(Clone, Debug)]
+pub struct Request {
+    pub qtype: QType,
+    /// `None`: the qtype's own.
+    pub layout: Option<&'static str>,
+    /// `None`: the qtype's default.
+    pub group: Option<usize>,
+    pub asym: bool,
+    pub quantize_lm_head: bool,
+    pub quantize_embedding: bool,
+    /// `--fused-qkv keep`
+    pub keep_fused: bool,
+    pub include: Vec<String>,
+    pub exclude: Vec<String>,
+    /// Bytes of one output file, header included.
+    pub max_shard_size: u64,
+}
+
+impl Request {
+    /// The defaults of the command line.
+    pub fn new(qtype: QType) -> Self {
+        Self {
+            qtype,
+            layout: None,
+            group: None,
+            asym: false,
+            quantize_lm_head: false,
+            quantize_embedding: false,
+            keep_fused: false,
+            include: Vec::new(),
+            exclude: Vec::new(),
+            max_shard_size: 5_000_000_000,
+        }
+    }
+}
+
+/// Bytes of a source file: an offset from its beginning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SourceRange {
+    pub file: usize,
+    pub offset: u64,
+    pub len: u64,
+}
+
+/// A tensor of the output.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OutputTensor {
+    pub name: String,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    pub shard: usize,
+    /// From the beginning of the shard's file.
+    pub offset: u64,
+    pub len: u64,
+}
+
+/// An output file: its header (length prefix and padding included) and its length in all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OutputFile {
+    pub name: String,
+    pub header: Vec<u8>,
+    pub len: u64,
+}
+
+/// A module that is quantized.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Module {
+    /// `model.layers.0.self_attn.q_proj`
+    pub name: String,
+    /// As the report names it: the reference's `...weight`, or `lm_head`.
+    pub report_name: String,
+    /// The source's tensor, which for a part of a fused projection has more rows.
+    pub tensor: String,
+    /// First row of the module in that tensor.
+    pub first_row: usize,
+    pub shape: Shape,
+}
+
+/// A tensor, or some rows of one, that passes through byte for byte.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dense {
+    /// In the output.
+    pub name: String,
+    pub reason: String,
+}
+
+/// What is done with one range of the source.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Work {
+    Encode(Module),
+    Copy(Dense),
+}
+
+/// One piece of the plan, in the source's order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Item {
+    pub source: SourceRange,
+    pub work: Work,
+    /// Its tensors in [`Plan::tensors`]; for a module in the order of [`Scheme::outputs`].
+    pub outputs: std::ops::Range<usize>,
+}
+
+/// All that a run does, before it does any of it.
+pub struct Plan {
+    pub scheme: Box<dyn Scheme>,
+    pub group: usize,
+    pub items: Vec<Item>,
+    pub tensors: Vec<OutputTensor>,
+    pub files: Vec<OutputFile>,
+    /// The output's index, where there is more than one file: its name and contents.
+    pub index: Option<(String, Vec<u8>)>,
+    pub config: Config,
+    pub sidecars: Vec<Sidecar>,
+    pub quantized_embedding: bool,
+    pub quantized_lm_head: bool,
+    /// For stderr.
+    pub warnings: Vec<String>,
+    pub source_bytes: u64,
+    /// Elements of all float tensors of the source, and how many of them are quantized.
+    pub weights: u64,
+    pub weights_quantized: u64,
+}
+
+impl Plan {
+    pub fn modules(&self) -> impl Iterator<Item = &Module> {
+        self.items.iter().filter_map(|item| match &item.work {
+            Work::Encode(module) => Some(module),
+            Work::Copy(_) => None,
+        })
+    }
+
+    pub fn dense(&self) -> impl Iterator<Item = &Dense> {
+        self.items.iter().filter_map(|item| match &item.work {
+            Work::Encode(_) => None,
+            Work::Copy(dense) => Some(dense),
+        })
+    }
+
+    /// Bytes of all files that the run writes but the report, whose length depends on figures not known yet.
+    pub fn output_bytes(&self) -> u64 {
+        let weights: u64 = self.files.iter().map(|file| file.len).sum();
+        let sidecars: u64 = self.sidecars.iter().map(|sidecar| sidecar.len).sum();
+        let index = self.index.as_ref().map_or(0, |(_, bytes)| bytes.len() as u64);
+        weights + sidecars + index + self.config.to_bytes().len() as u64
+    }
+
+    /// Bytes of the safetensors files alone.
+    pub fn weight_bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.len).sum()
+    }
+
+    /// Share of all weights that are quantized.
+    pub fn coverage(&self) -> f64 {
+        self.weights_quantized as f64 / (self.weights as f64).max(1.0)
+    }
+}
+

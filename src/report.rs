@@ -1,0 +1,113 @@
+//! `quantization_report.json`: what was quantized, how well, and a hash of every stored tensor.
+//!
+//! The keys of the PyTorch reference come first, as it writes them; the tool's own follow.
+
+use crate::tensor::{ErrorSums, GroupCounts};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+
+/// The file's name in an output folder.
+pub const FILE_NAME: &str = "quantization_report.json";
+
+/// The value of [`Report::tool`], and what `--overwrite` looks for.
+pub fn tool_version() -> String {
+    format!("spark-quant {}", env!("CARGO_PKG_VERSION"))
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    pub group: usize,
+    /// Number of quantized weights.
+    pub tensors: usize,
+    /// Mean of the finite entries of `per_tensor`, in dB; null where none is finite.
+    pub snr_db_mean: Option<f64>,
+    pub snr_db_min: Option<f64>,
+    pub bits_per_weight: f64,
+    pub quantized_embedding: bool,
+    pub quantized_lm_head: bool,
+    pub per_tensor: Vec<TensorReport>,
+    pub tool: String,
+    pub qtype: String,
+    pub layout: String,
+    pub symmetric: bool,
+    pub zero_groups: u64,
+    pub underflowed_groups: u64,
+    /// Share of all weights (elements of float tensors) that were quantized.
+    pub coverage: f64,
+    pub quantization_config: Map<String, Value>,
+    pub dense: Vec<DenseReport>,
+    /// XXH3-128 of each stored tensor's bytes, as 32 hex digits.
+    pub xxh3_128: BTreeMap<String, String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TensorReport {
+    pub name: String,
+    /// Of the stored values against the source, rounded to 0.01 dB; null where nothing was lost.
+    pub snr_db: Option<f64>,
+    /// `[out_features, in_features]`
+    pub shape: [usize; 2],
+    pub group: usize,
+    pub bytes_in: u64,
+    pub bytes_out: u64,
+    pub zero_groups: u64,
+    pub underflowed_groups: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DenseReport {
+    pub name: String,
+    pub reason: String,
+}
+
+/// Rounds as the reference's `round(snr, 2)`: to the nearest hundredth of the exact value.
+pub fn round_db(db: f64) -> f64 {
+    format!("{db:.2}").parse().unwrap_or(db)
+}
+
+/// The rounded SNR of folded sums.
+pub fn snr_db(sums: ErrorSums) -> Option<f64> {
+    sums.snr_db().map(round_db)
+}
+
+/// Mean and minimum of the finite values, rounded.
+pub fn summarise(values: impl Iterator<Item = Option<f64>>) -> (Option<f64>, Option<f64>) {
+    let finite: Vec<f64> = values.flatten().collect();
+    if finite.is_empty() {
+        return (None, None);
+    }
+    let mean = finite.iter().sum::<f64>() / finite.len() as f64;
+    (Some(round_db(mean)), finite.iter().copied().reduce(f64::min))
+}
+
+impl TensorReport {
+    pub fn add_counts(&mut self, counts: GroupCounts) {
+        self.zero_groups += counts.zero;
+        self.underflowed_groups += counts.underflowed;
+    }
+}
+
+impl Report {
+    /// Indented JSON with a final newline.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = serde_json::to_vec_pretty(self).expect("a report holds no value that JSON cannot");
+        bytes.push(b'\n');
+        bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn snr_is_rounded_and_null_where_nothing_is_lost() {
+        assert_eq!(snr_db(ErrorSums { signal: 1000.0, noise: 1.0 }), Some(30.0));
+        assert_eq!(snr_db(ErrorSums { signal: 123.456, noise: 1.0 }), Some(20.92));
+        assert_eq!(snr_db(ErrorSums { signal: 5.0, noise: 0.0 }), None);
+        assert_eq!(snr_db(ErrorSums::default()), None);
+        assert_eq!(summarise([Some(10.0), None, Some(20.005)].into_iter()), (Some(15.0), Some(10.0)));
+        assert_eq!(summarise([None].into_iter()), (None, None));
+    }
+}

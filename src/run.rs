@@ -1,0 +1,379 @@
+//! Carries a [`Plan`] out: tiles are read, encoded and written at their offsets by a pool; then the report is folded,
+//! everything is synced, and one rename puts the folder at its place.
+
+use crate::checkpoint::{Checkpoint, OutFile, Reader, Staging};
+use crate::error::{Error, Result};
+use crate::kernel::Level;
+use crate::plan::{Item, Module, OutputTensor, Plan, SourceRange, Work};
+use crate::pool::{self, Watch};
+use crate::report::{self, DenseReport, Report, TensorReport};
+use crate::scheme::{Piece, Tile, TileBuffers, TileError, TileStats, Weights};
+use crate::tensor::{ErrorSums, Fault, Float, GroupCounts};
+use serde_json::Value;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock};
+use twox_hash::XxHash3_128;
+
+/// How a run goes; none of it changes a byte of the output.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub threads: usize,
+    pub level: Level,
+    /// Bytes of packed output held in memory, over all threads.
+    pub budget: usize,
+    pub overwrite: bool,
+}
+
+impl Settings {
+    /// What a run uses where nothing is asked for.
+    pub fn new(threads: usize) -> Self {
+        Self { threads, level: Level::detect(), budget: 32 << 20, overwrite: false }
+    }
+
+    /// One worker's share, but never so little that strided writes become small.
+    pub fn tile_budget(&self) -> usize {
+        (self.budget / self.threads.max(1)).max(2 << 20)
+    }
+}
+
+/// Dense bytes copied as one task.
+const COPY_TASK: u64 = 64 << 20;
+
+/// Dense bytes read, hashed and written at a time: they stay in a core's second-level cache.
+pub(crate) const COPY_STEP: usize = 512 << 10;
+
+enum Task<'a> {
+    Encode { item: &'a Item, module: &'a Module, tile: Tile, state: &'a ModuleState },
+    Copy { item: &'a Item, begin: u64, end: u64 },
+}
+
+/// What the tiles of one module add up to.
+struct ModuleState {
+    sums: Mutex<(Vec<ErrorSums>, GroupCounts)>,
+    blocks: usize,
+}
+
+impl ModuleState {
+    fn add(&self, stats: TileStats) {
+        let mut sums = self.sums.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        sums.0.resize(self.blocks, ErrorSums::default());
+        sums.0[stats.first_block..][..stats.blocks.len()].copy_from_slice(&stats.blocks);
+        sums.1 += stats.counts;
+    }
+
+    /// Blocks folded in order.
+    fn total(&self) -> (ErrorSums, GroupCounts) {
+        let sums = self.sums.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut total = ErrorSums::default();
+        sums.0.iter().for_each(|&block| total += block);
+        (total, sums.1)
+    }
+}
+
+/// An output tensor on its way: how many tasks still write to it, and its hash when all have.
+struct TensorState {
+    remaining: AtomicUsize,
+    hash: OnceLock<u128>,
+}
+
+struct Run<'a> {
+    plan: &'a Plan,
+    source: &'a Checkpoint,
+    settings: &'a Settings,
+    watch: &'a dyn Watch,
+    files: Vec<OutFile>,
+    tensors: Vec<TensorState>,
+}
+
+struct Worker<'a> {
+    reader: Reader<'a>,
+    buffers: TileBuffers,
+    chunk: Vec<u8>,
+}
+
+/// Quantizes as planned into the folder `dst`.
+///
+/// # Errors
+/// Any input or I/O error; then nothing is at `dst` that was not there before.
+pub fn quantize(
+    plan: &Plan,
+    source: &Checkpoint,
+    dst: &Path,
+    settings: &Settings,
+    watch: &dyn Watch,
+) -> Result<Report> {
+    let staging = Staging::create(dst, settings.overwrite)?;
+    staging.check_space(plan.output_bytes())?;
+    let files = plan.files.iter().map(|file| {
+        let out = staging.create_file(&file.name, file.len)?;
+        out.write_all_at(&file.header, 0)?;
+        Ok(out)
+    });
+    let files = files.collect::<Result<Vec<_>>>()?;
+    let modules: Vec<ModuleState> = plan
+        .items
+        .iter()
+        .map(|item| match &item.work {
+            Work::Encode(module) => plan.scheme.blocks(&module.shape),
+            Work::Copy(_) => 0,
+        })
+        .map(|blocks| ModuleState { sums: Mutex::default(), blocks })
+        .collect();
+    let tasks = tasks(plan, &modules, settings);
+    let mut writers = vec![0; plan.tensors.len()];
+    for task in &tasks {
+        let (Task::Encode { item, .. } | Task::Copy { item, .. }) = task;
+        item.outputs.clone().for_each(|tensor| writers[tensor] += 1);
+    }
+    let tensors = writers
+        .into_iter()
+        .map(|writers| TensorState { remaining: AtomicUsize::new(writers), hash: OnceLock::new() })
+        .collect();
+    let run = Run { plan, source, settings, watch, files, tensors };
+    let worker = || Worker { reader: Reader::new(&source.files), buffers: TileBuffers::default(), chunk: Vec::new() };
+    pool::run(settings.threads, &tasks, watch, worker, |worker, task| run.task(worker, task))?;
+
+    let report = run.report(&modules);
+    drop(tasks);
+    drop(run);
+    for sidecar in &plan.sidecars {
+        staging.copy_sidecar(sidecar)?;
+    }
+    if let Some((name, bytes)) = &plan.index {
+        staging.write_file(name, bytes)?;
+    }
+    staging.write_file("config.json", &plan.config.to_bytes())?;
+    staging.write_file(report::FILE_NAME, &report.to_bytes())?;
+    if watch.cancelled() {
+        return Err(Error::Interrupted);
+    }
+    staging.commit()?;
+    Ok(report)
+}
+
+fn tasks<'a>(plan: &'a Plan, modules: &'a [ModuleState], settings: &Settings) -> Vec<Task<'a>> {
+    let mut tasks = Vec::new();
+    for (item, state) in plan.items.iter().zip(modules) {
+        match &item.work {
+            Work::Encode(module) => {
+                let tiles = plan.scheme.tiles(&module.shape, settings.tile_budget());
+                tasks.extend(tiles.into_iter().map(|tile| Task::Encode { item, module, tile, state }));
+            }
+            Work::Copy(_) => {
+                let count = item.source.len.div_ceil(COPY_TASK).max(1);
+                tasks.extend((0..count).map(|at| Task::Copy {
+                    item,
+                    begin: at * COPY_TASK,
+                    end: ((at + 1) * COPY_TASK).min(item.source.len),
+                }));
+            }
+        }
+    }
+    tasks
+}
+
+/// The dense weight of a module, read from its range of a source file.
+pub(crate) struct ModuleWeights<'r, 'f> {
+    pub reader: &'r mut Reader<'f>,
+    pub source: SourceRange,
+}
+
+impl Weights for ModuleWeights<'_, '_> {
+    fn read(&mut self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.reader.read_exact_at(self.source.file, self.source.offset + offset, into)
+    }
+}
+
+impl Run<'_> {
+    fn task(&self, worker: &mut Worker, task: &Task) -> Result<()> {
+        match task {
+            Task::Encode { item, module, tile, state } => self.encode(worker, item, module, tile, state),
+            Task::Copy { item, begin, end } => self.copy(worker, item, *begin, *end),
+        }
+    }
+
+    fn encode(
+        &self,
+        worker: &mut Worker,
+        item: &Item,
+        module: &Module,
+        tile: &Tile,
+        state: &ModuleState,
+    ) -> Result<()> {
+        let mut weights = ModuleWeights { reader: &mut worker.reader, source: item.source };
+        let scheme = self.plan.scheme.as_ref();
+        let encoded =
+            scheme.encode(self.settings.level, &module.shape, tile, &mut weights, &mut worker.buffers);
+        match encoded {
+            Ok(stats) => state.add(stats),
+            Err(TileError::Fault(fault)) => return Err(self.fault(&mut worker.reader, item, module, fault)),
+            Err(TileError::Other(error)) => return Err(error),
+        }
+        for piece in &worker.buffers.pieces {
+            let at = item.outputs.start + piece.output;
+            let bytes = &worker.buffers.outputs[piece.output].bytes()[piece.from..piece.from + piece.bytes()];
+            self.write_piece(&self.plan.tensors[at], piece, bytes)?;
+            if bytes.len() as u64 == self.plan.tensors[at].len {
+                self.tensors[at].hash.get_or_init(|| XxHash3_128::oneshot(bytes));
+            }
+        }
+        item.outputs.clone().try_for_each(|at| self.finished(at, &mut worker.chunk))?;
+        self.watch.advance(tile.source_bytes);
+        Ok(())
+    }
+
+    fn write_piece(&self, tensor: &OutputTensor, piece: &Piece, bytes: &[u8]) -> Result<()> {
+        let file = &self.files[tensor.shard];
+        let begin = tensor.offset + piece.offset;
+        for (run, chunk) in bytes.chunks(piece.width.max(1)).enumerate() {
+            file.write_all_at(chunk, begin + run as u64 * piece.stride)?;
+        }
+        Ok(())
+    }
+
+    fn copy(&self, worker: &mut Worker, item: &Item, begin: u64, end: u64) -> Result<()> {
+        let at = item.outputs.start;
+        let tensor = &self.plan.tensors[at];
+        let whole = end - begin == tensor.len;
+        let mut hasher = XxHash3_128::new();
+        let mut offset = begin;
+        while offset < end {
+            let step = (end - offset).min(COPY_STEP as u64) as usize;
+            worker.chunk.resize(COPY_STEP, 0);
+            let chunk = &mut worker.chunk[..step];
+            worker.reader.read_exact_at(item.source.file, item.source.offset + offset, chunk)?;
+            self.files[tensor.shard].write_all_at(chunk, tensor.offset + offset)?;
+            if whole {
+                hasher.write(chunk);
+            }
+            self.watch.advance(step as u64);
+            offset += step as u64;
+        }
+        if whole {
+            self.tensors[at].hash.get_or_init(|| hasher.finish_128());
+        }
+        self.finished(at, &mut worker.chunk)
+    }
+
+    /// Notes that one more task has written its part of a tensor. The last one hashes it, by reading it back where the
+    /// parts were not in order.
+    fn finished(&self, at: usize, chunk: &mut Vec<u8>) -> Result<()> {
+        let state = &self.tensors[at];
+        if state.remaining.fetch_sub(1, Ordering::AcqRel) != 1 || state.hash.get().is_some() {
+            return Ok(());
+        }
+        let tensor = &self.plan.tensors[at];
+        let mut hasher = XxHash3_128::new();
+        chunk.resize(COPY_STEP, 0);
+        let mut offset = 0;
+        while offset < tensor.len {
+            let step = (tensor.len - offset).min(COPY_STEP as u64) as usize;
+            self.files[tensor.shard].read_exact_at(&mut chunk[..step], tensor.offset + offset)?;
+            hasher.write(&chunk[..step]);
+            offset += step as u64;
+        }
+        state.hash.get_or_init(|| hasher.finish_128());
+        Ok(())
+    }
+
+    /// Names the tensor, row and column (or group) of a fault, counted in the source's own tensor.
+    fn fault(&self, reader: &mut Reader, item: &Item, module: &Module, fault: Fault) -> Error {
+        let shape = &module.shape;
+        let path = self.source.files[item.source.file].path.clone();
+        let tensor = module.tensor.clone();
+        let place = |element: usize| (module.first_row + element / shape.columns, element % shape.columns);
+        match fault {
+            Fault::NonFinite { element } => {
+                let (row, column) = place(element);
+                let mut bytes = [0; 4];
+                let size = shape.dtype.size();
+                let at = item.source.offset + (element * size) as u64;
+                let value = match reader.read_exact_at(item.source.file, at, &mut bytes[..size]) {
+                    Ok(()) => float_text(shape.dtype, bytes),
+                    Err(error) => return error,
+                };
+                let way_out = format!("--exclude {:?} leaves it dense", module.name);
+                Error::NonFinite { path, tensor, row, column, value, way_out }
+            }
+            Fault::ScaleOverflow { element } => {
+                let (row, column) = place(element);
+                let (dtype, limit) = match self.plan.scheme.qtype() {
+                    crate::scheme::QType::Int4 => ("float16", 65504.0),
+                    crate::scheme::QType::Uint(_) => (shape.dtype.torch_name(), float_max(shape.dtype)),
+                };
+                let way_out = format!("--exclude {:?} leaves it dense", module.name);
+                Error::ScaleOverflow { path, tensor, row, group: column / shape.group, dtype, limit, way_out }
+            }
+        }
+    }
+
+    fn report(&self, modules: &[ModuleState]) -> Report {
+        let plan = self.plan;
+        let mut per_tensor: Vec<TensorReport> = Vec::new();
+        for (item, state) in plan.items.iter().zip(modules) {
+            if let Work::Encode(module) = &item.work {
+                let (sums, counts) = state.total();
+                per_tensor.push(TensorReport {
+                    name: module.report_name.clone(),
+                    snr_db: report::snr_db(sums),
+                    shape: [module.shape.rows, module.shape.columns],
+                    group: module.shape.group,
+                    bytes_in: item.source.len,
+                    bytes_out: plan.tensors[item.outputs.clone()].iter().map(|tensor| tensor.len).sum(),
+                    zero_groups: counts.zero,
+                    underflowed_groups: counts.underflowed,
+                });
+            }
+        }
+        // The reference's order: by name, the head last.
+        per_tensor.sort_by(|a, b| (a.name == "lm_head", &a.name).cmp(&(b.name == "lm_head", &b.name)));
+        let (snr_db_mean, snr_db_min) = report::summarise(per_tensor.iter().map(|tensor| tensor.snr_db));
+        let dtype = plan.modules().next().map_or(Float::Bf16, |module| module.shape.dtype);
+        let hashes = plan.tensors.iter().zip(&self.tensors).map(|(tensor, state)| {
+            (tensor.name.clone(), format!("{:032x}", state.hash.get().copied().unwrap_or_default()))
+        });
+        Report {
+            group: plan.group,
+            tensors: per_tensor.len(),
+            snr_db_mean,
+            snr_db_min,
+            bits_per_weight: plan.scheme.bits_per_weight(plan.group, dtype),
+            quantized_embedding: plan.quantized_embedding,
+            quantized_lm_head: plan.quantized_lm_head,
+            tool: report::tool_version(),
+            qtype: plan.scheme.qtype().to_string(),
+            layout: plan.scheme.layout().to_string(),
+            symmetric: plan.scheme.symmetric(),
+            zero_groups: per_tensor.iter().map(|tensor| tensor.zero_groups).sum(),
+            underflowed_groups: per_tensor.iter().map(|tensor| tensor.underflowed_groups).sum(),
+            coverage: plan.coverage(),
+            quantization_config: match plan.config.get("quantization_config") {
+                Some(Value::Object(config)) => config.clone(),
+                _ => serde_json::Map::new(),
+            },
+            dense: plan
+                .dense()
+                .map(|dense| DenseReport { name: dense.name.clone(), reason: dense.reason.clone() })
+                .collect(),
+            xxh3_128: hashes.collect(),
+            per_tensor,
+        }
+    }
+}
+
+fn float_text(dtype: Float, bytes: [u8; 4]) -> String {
+    match dtype {
+        Float::F32 => f32::from_le_bytes(bytes).to_string(),
+        Float::F16 => half::f16::from_le_bytes([bytes[0], bytes[1]]).to_string(),
+        Float::Bf16 => half::bf16::from_le_bytes([bytes[0], bytes[1]]).to_string(),
+    }
+}
+
+fn float_max(dtype: Float) -> f32 {
+    match dtype {
+        Float::F32 => f32::MAX,
+        Float::F16 => half::f16::MAX.to_f32(),
+        Float::Bf16 => half::bf16::MAX.to_f32(),
+    }
+}
