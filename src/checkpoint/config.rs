@@ -189,7 +189,10 @@ mod tests {
         let text = "{\n  \"a\": NaN,\n  \"b\": [\n    Infinity,\n    -Infinity\n  ],\n  \"c\": \"NaN\"\n}";
         assert_eq!(round_trip(text), text);
         assert!(parse("{\"a\": NaNa}").is_err());
-        assert_eq!(round_trip("{\"a\": 1e5, \"b\": 1e+5}"), "{\n  \"a\": 1e5,\n  \"b\": 1e+5\n}");
+        assert_eq!(
+            round_trip("{\"a\": 1e5, \"b\": 1e+5}"),
+            "{\n  \"a\": 1e5,\n  \"b\": 1e+5\n}"
+        );
     }
 
     #[test]
@@ -199,7 +202,10 @@ mod tests {
         config.set("c", "new");
         config.set("e", false);
         let text = String::from_utf8(config.to_bytes()).unwrap();
-        assert_eq!(text, "{\n  \"a\": 1,\n  \"c\": \"new\",\n  \"d\": 4,\n  \"e\": false\n}");
+        assert_eq!(
+            text,
+            "{\n  \"a\": 1,\n  \"c\": \"new\",\n  \"d\": 4,\n  \"e\": false\n}"
+        );
     }
 
     #[test]
@@ -207,16 +213,29 @@ mod tests {
         let config = parse(r#"{"a": 1, "b": null, "f": 2.0, "text_config": {"a": 5, "b": 6, "c": -1}}"#).unwrap();
         assert_eq!(config.usize("a"), Some(1));
         assert_eq!(config.usize("b"), Some(6));
-        assert_eq!((config.usize("c"), config.usize("f"), config.usize("d")), (None, None, None));
+        assert_eq!(
+            (config.usize("c"), config.usize("f"), config.usize("d")),
+            (None, None, None)
+        );
     }
 
     #[test]
     fn errors_name_the_file() {
-        for text in ["", "{", "{\"a\": 1,}", "{\"a\": \"\\ud800\"}", "\"\\", &"[".repeat(100_000)] {
+        for text in [
+            "",
+            "{",
+            "{\"a\": 1,}",
+            "{\"a\": \"\\ud800\"}",
+            "\"\\",
+            &"[".repeat(100_000),
+        ] {
             let message = parse(text).unwrap_err().to_string();
             assert!(message.starts_with("m/config.json: not valid JSON: "), "{message}");
         }
-        assert_eq!(parse("[1]").unwrap_err().to_string(), "m/config.json: not a JSON object");
+        assert_eq!(
+            parse("[1]").unwrap_err().to_string(),
+            "m/config.json: not a JSON object"
+        );
         let message = Config::parse(Path::new("c"), b"{\"\xff\": 1}").unwrap_err().to_string();
         assert!(message.starts_with("c: not valid JSON: invalid utf-8"), "{message}");
     }

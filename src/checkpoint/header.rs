@@ -99,7 +99,8 @@ pub fn read_header(path: &Path) -> Result<Header> {
         });
     }
     let mut length = [0; LENGTH_BYTES as usize];
-    file.read_exact(&mut length).map_err(Error::io(path, "reading the header length"))?;
+    file.read_exact(&mut length)
+        .map_err(Error::io(path, "reading the header length"))?;
     let header = u64::from_le_bytes(length);
     if header > file_len - LENGTH_BYTES {
         return Err(Error::HeaderTooLong {
@@ -116,7 +117,8 @@ pub fn read_header(path: &Path) -> Result<Header> {
         });
     }
     let mut json = vec![0; header as usize];
-    file.read_exact(&mut json).map_err(Error::io(path, "reading the header"))?;
+    file.read_exact(&mut json)
+        .map_err(Error::io(path, "reading the header"))?;
     let (metadata, mut tensors) = parse(path, &json)?;
 
     let data_start = LENGTH_BYTES + header;
@@ -213,7 +215,10 @@ fn check_size(path: &Path, tensor: &TensorEntry) -> Result<()> {
 
 /// `None` where the product overflows, in the order in which the safetensors crate multiplies.
 fn bits(tensor: &TensorEntry) -> Option<u64> {
-    let elements = tensor.shape.iter().try_fold(1u64, |n, &dim| n.checked_mul(dim as u64))?;
+    let elements = tensor
+        .shape
+        .iter()
+        .try_fold(1u64, |n, &dim| n.checked_mul(dim as u64))?;
     elements.checked_mul(tensor.dtype.bitsize() as u64)
 }
 
