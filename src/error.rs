@@ -20,13 +20,23 @@ pub enum Error {
     NotACheckpoint { path: PathBuf },
     #[error("{}: no .safetensors file in this folder", path.display())]
     NoSafetensors { path: PathBuf },
+    #[error("{}: {kind}, not a regular file", path.display())]
+    NotAFile { path: PathBuf, kind: &'static str },
+    #[error("{}: shard {number} of {total}; give --src its folder, {}", path.display(), folder.display())]
+    ShardAlone {
+        path: PathBuf,
+        number: u64,
+        total: u64,
+        folder: PathBuf,
+    },
     #[error("{}: the index names shard {shard}, which is not there", index.display())]
     MissingShard { index: PathBuf, shard: String },
-    #[error("{}: shard {number} of {total} is missing (the names of its neighbours say there are {total})", folder.display())]
+    #[error("{}: shard {number} of {total} of {stem} is missing (the names of its neighbours say there are {total})", folder.display())]
     MissingNumberedShard {
         folder: PathBuf,
-        number: usize,
-        total: usize,
+        stem: String,
+        number: u64,
+        total: u64,
     },
     #[error("{}: more than one *.safetensors.index.json ({first} and {second}); keep one", folder.display())]
     TwoIndexes {
@@ -90,6 +100,14 @@ pub enum Error {
         path: PathBuf,
         tensor: String,
         shape: Vec<usize>,
+    },
+    #[error("{}: {tensor}: shape {shape:?} of {dtype} is {bits} bits, not whole bytes", path.display())]
+    PartialByte {
+        path: PathBuf,
+        tensor: String,
+        dtype: String,
+        shape: Vec<usize>,
+        bits: u64,
     },
     #[error("{}: {tensor}: ends at byte {end} before it begins at {begin}", path.display())]
     OffsetsReversed {
@@ -180,6 +198,8 @@ pub enum Error {
     NotOurs { path: PathBuf, found: String },
     #[error("{}: a file; --dst is a folder", path.display())]
     DestinationIsFile { path: PathBuf },
+    #[error("{}: a mount point, which cannot be replaced in one step; give a new folder inside it", path.display())]
+    DestinationIsMount { path: PathBuf },
     #[error("{}: --dst is the source {} or inside it", path.display(), src.display())]
     DestinationInSource { path: PathBuf, src: PathBuf },
     #[error("{}: --src is inside --dst {}, which --overwrite would replace", src.display(), path.display())]
@@ -190,6 +210,8 @@ pub enum Error {
         needed: u64,
         free: u64,
     },
+    #[error("{}: {written} of its {len} bytes were written; this is a fault of the tool", path.display())]
+    IncompleteOutput { path: PathBuf, written: u64, len: u64 },
     #[error("interrupted; nothing was written to --dst")]
     Interrupted,
 
@@ -217,7 +239,7 @@ pub enum Error {
 
 impl Error {
     /// Attaches the path and what was being done to an I/O error.
-    pub fn io(path: &Path, doing: &'static str) -> impl FnOnce(std::io::Error) -> Error + '_ {
+    pub fn io<'a>(path: &'a Path, doing: &'static str) -> impl FnOnce(std::io::Error) -> Error + 'a {
         move |source| Error::Io {
             path: path.to_path_buf(),
             doing,
