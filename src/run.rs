@@ -1,7 +1,7 @@
 //! Carries a [`Plan`] out: tiles are read, encoded and written at their offsets by a pool; then the report is folded,
 //! everything is synced, and one rename puts the folder at its place.
 
-use crate::checkpoint::{Checkpoint, OutFile, Reader, Staging};
+use crate::checkpoint::{check_space, Checkpoint, OutFile, Reader, Staging};
 use crate::error::{Error, Result};
 use crate::kernel::Level;
 use crate::plan::{Item, Module, OutputTensor, Plan, SourceRange, Work};
@@ -12,7 +12,7 @@ use crate::tensor::{ErrorSums, Fault, Float, GroupCounts};
 use serde_json::Value;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use twox_hash::XxHash3_128;
 
 /// How a run goes; none of it changes a byte of the output.
@@ -82,7 +82,7 @@ struct Run<'a> {
     source: &'a Checkpoint,
     settings: &'a Settings,
     watch: &'a dyn Watch,
-    files: Vec<OutFile>,
+    files: Vec<Arc<OutFile>>,
     tensors: Vec<TensorState>,
 }
 
@@ -104,7 +104,7 @@ pub fn quantize(
     watch: &dyn Watch,
 ) -> Result<Report> {
     let staging = Staging::create(dst, settings.overwrite)?;
-    staging.check_space(plan.output_bytes())?;
+    check_space(staging.path(), plan.output_bytes())?;
     let files = plan.files.iter().map(|file| {
         let out = staging.create_file(&file.name, file.len)?;
         out.write_all_at(&file.header, 0)?;

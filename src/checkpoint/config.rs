@@ -18,7 +18,7 @@ const STAND_IN: &str = r#""\u0000literal:"#;
 const NESTED: &str = "text_config";
 
 /// A model's `config.json`.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Config {
     /// Where it was read from.
     pub path: PathBuf,
@@ -70,6 +70,12 @@ impl Config {
         let count = |value: &Value| value.as_u64().and_then(|n| usize::try_from(n).ok());
         let nested = || self.get(NESTED)?.get(key).and_then(count);
         self.get(key).and_then(count).or_else(nested)
+    }
+
+    /// A flag at the top level or, where it is not there, in `text_config`.
+    pub fn bool(&self, key: &str) -> Option<bool> {
+        let nested = || self.get(NESTED)?.get(key)?.as_bool();
+        self.get(key).and_then(Value::as_bool).or_else(nested)
     }
 
     /// Replaces a top-level value in its place, or appends it.
@@ -129,8 +135,8 @@ fn hide_literals(text: &str) -> String {
 
 /// A literal that Python reads and serde_json refuses or does not write back as it is.
 fn changes(literal: &str) -> bool {
-    PYTHON_LITERALS.contains(&literal)
-        || serde_json::from_str::<Value>(literal).is_ok_and(|value| value.to_string() != literal)
+    let written = serde_json::from_str(literal).map(|value: Value| value.to_string());
+    PYTHON_LITERALS.contains(&literal) || written.is_ok_and(|written| written != literal)
 }
 
 /// Turns the stand-ins in compact or pretty JSON back.

@@ -138,6 +138,11 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
+    /// Where a tensor is in [`Checkpoint::tensors`].
+    pub fn position(&self, name: &str) -> Option<usize> {
+        self.by_name.get(name).copied()
+    }
+
     pub fn tensor(&self, name: &str) -> Option<&SourceTensor> {
         self.by_name.get(name).map(|&i| &self.tensors[i])
     }
@@ -247,3 +252,6 @@ fn list_names(folder: &Path) -> Result<Vec<String>> {
     names.sort();
     Ok(names)
 }
+
+#[cfg(test)]
+mod tests;

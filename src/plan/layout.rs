@@ -74,14 +74,15 @@ fn place_file(
     let mut order: Vec<usize> = members.iter().flat_map(|item| item.outputs.clone()).collect();
     order.sort_by(|&a, &b| {
         let (a, b) = (&tensors[a], &tensors[b]);
-        writer_order((a.dtype, &a.name), (b.dtype, &b.name))
+        writer_order((&a.dtype, &a.name), (&b.dtype, &b.name))
     });
     let mut end = 0;
     let entries: Vec<TensorEntry> = order
         .iter()
         .map(|&at| {
             let tensor = &tensors[at];
-            let begin = std::mem::replace(&mut end, end + tensor.len);
+            let begin = end;
+            end += tensor.len;
             let (name, shape) = (tensor.name.clone(), tensor.shape.clone());
             TensorEntry { name, dtype: tensor.dtype, shape, begin, end }
         })

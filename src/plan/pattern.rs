@@ -34,7 +34,9 @@ pub(super) struct Patterns {
 
 impl Patterns {
     pub fn new(include: &[String], exclude: &[String]) -> Result<Self> {
-        let compile = |option, texts: &[String]| texts.iter().map(|text| Pattern::new(option, text)).collect();
+        let compile = |option, texts: &[String]| -> Result<Vec<Pattern>> {
+            texts.iter().map(|text| Pattern::new(option, text)).collect()
+        };
         Ok(Self { include: compile("include", include)?, exclude: compile("exclude", exclude)? })
     }
 

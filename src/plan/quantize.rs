@@ -288,8 +288,8 @@ fn assemble(
     let placed = place(&source.stem, &items, &mut tensors, request.max_shard_size, |members| {
         let mut metadata = source.metadata.clone();
         // What transformers and safetensors' own writer put there; some readers refuse a file without it.
-        if !metadata.contains_key("format") {
-            metadata.insert("format".to_string(), "pt".into());
+        if metadata.get("format").is_none() {
+            metadata.insert("format", "pt");
         }
         let held: Vec<(&str, Float)> = members
             .iter()
@@ -298,7 +298,9 @@ fn assemble(
                 Work::Copy(_) => None,
             })
             .collect();
-        metadata.extend(scheme.file_metadata(&held).map(|(key, value)| (key, value.into())));
+        if let Some((key, value)) = scheme.file_metadata(&held) {
+            metadata.insert(key, value);
+        }
         metadata
     });
     let dense_linears: Vec<String> = dense_linears(source, &items);
@@ -306,7 +308,7 @@ fn assemble(
     let context =
         ConfigContext { quantized: &quantized, dense_linears: &dense_linears, lm_head: quantized_lm_head };
     if quantized_lm_head {
-        config.set("tie_word_embeddings", false.into());
+        config.set("tie_word_embeddings", false);
     }
     config.set("quantization_config", scheme.config(group, &context));
     Ok(Plan {

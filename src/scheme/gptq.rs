@@ -84,7 +84,7 @@ impl Layout for Gptq {
         let (stride, first, count) = (at.tile.len(), at.first(), at.count());
         let (words, groups) = (at.shape.columns / 8, at.shape.groups());
         transpose(level, codes.words, count, words, &mut outputs[QWEIGHT].of_mut::<u32>()[first..], stride);
-        transpose_u16(level, codes.scales, count, groups, &mut outputs[SCALES].of_mut::<u16>()[first..], stride);
+        transpose_u16(codes.scales, count, groups, &mut outputs[SCALES].of_mut::<u16>()[first..], stride);
         let qzeros = &mut outputs[QZEROS].of_mut::<u32>()[first / 8..];
         if self.symmetric {
             for group in qzeros.chunks_mut(stride / 8) {
@@ -100,7 +100,7 @@ impl Layout for Gptq {
         let (stride, first, count) = (at.tile.len(), at.first(), at.count());
         let (words, groups) = (at.shape.columns / 8, at.shape.groups());
         untranspose(level, &outputs[QWEIGHT].of::<u32>()[first..], stride, count, words, codes.words);
-        untranspose_u16(level, &outputs[SCALES].of::<u16>()[first..], stride, count, groups, codes.scales);
+        untranspose_u16(&outputs[SCALES].of::<u16>()[first..], stride, count, groups, codes.scales);
         let qzeros = &outputs[QZEROS].of::<u32>()[first / 8..];
         unpack_rows(qzeros, stride / 8, count, groups, NibbleOrder::Sequential, codes.zeros);
         if !self.direct_zeros {
