@@ -67,17 +67,9 @@ pub enum Error {
     #[error("{}: {len} bytes, too short for the 8 of a header length", path.display())]
     FileTooShort { path: PathBuf, len: u64 },
     #[error("{}: the header claims {header} bytes, the file has {file} in all (truncated or not safetensors)", path.display())]
-    HeaderTooLong {
-        path: PathBuf,
-        header: u64,
-        file: u64,
-    },
+    HeaderTooLong { path: PathBuf, header: u64, file: u64 },
     #[error("{}: the header claims {header} bytes, more than the format's limit of {limit}", path.display())]
-    HeaderOverLimit {
-        path: PathBuf,
-        header: u64,
-        limit: u64,
-    },
+    HeaderOverLimit { path: PathBuf, header: u64, limit: u64 },
     #[error("{}: the header is not valid: {why}", path.display())]
     BadHeader { path: PathBuf, why: String },
     #[error("{}: {tensor} appears twice in the header", path.display())]
@@ -140,11 +132,7 @@ pub enum Error {
     #[error("{}: the tensors end at byte {end} of the data, the file holds {have} (trailing bytes)", path.display())]
     TrailingBytes { path: PathBuf, end: u64, have: u64 },
     #[error("{}: was {before} bytes when its header was read and is {now} now; something is writing to it", path.display())]
-    SourceChanged {
-        path: PathBuf,
-        before: u64,
-        now: u64,
-    },
+    SourceChanged { path: PathBuf, before: u64, now: u64 },
 
     // --- config.json and other JSON
     #[error("{}: not valid JSON: {why}", path.display())]
@@ -172,10 +160,7 @@ pub enum Error {
     #[error("{0}")]
     BadRequest(String),
     #[error("--{option} {pattern:?} matches no module of this checkpoint")]
-    PatternMatchesNothing {
-        option: &'static str,
-        pattern: String,
-    },
+    PatternMatchesNothing { option: &'static str, pattern: String },
     #[error("{}: already quantized ({evidence}); --dequantize makes it dense", path.display())]
     AlreadyQuantized { path: PathBuf, evidence: String },
     #[error("{}: not quantized ({why}); nothing to decode", path.display())]
@@ -205,11 +190,7 @@ pub enum Error {
     #[error("{}: --src is inside --dst {}, which --overwrite would replace", src.display(), path.display())]
     SourceInDestination { path: PathBuf, src: PathBuf },
     #[error("{}: {needed} bytes are needed and {free} are free", path.display())]
-    DiskTooSmall {
-        path: PathBuf,
-        needed: u64,
-        free: u64,
-    },
+    DiskTooSmall { path: PathBuf, needed: u64, free: u64 },
     #[error("{}: {written} of its {len} bytes were written; this is a fault of the tool", path.display())]
     IncompleteOutput { path: PathBuf, written: u64, len: u64 },
     #[error("interrupted; nothing was written to --dst")]

@@ -129,8 +129,8 @@ fn hide_literals(text: &str) -> String {
 
 /// A literal that Python reads and serde_json refuses or does not write back as it is.
 fn changes(literal: &str) -> bool {
-    PYTHON_LITERALS.contains(&literal)
-        || serde_json::from_str::<Value>(literal).is_ok_and(|value| value.to_string() != literal)
+    let written = serde_json::from_str(literal).map(|value: Value| value.to_string());
+    PYTHON_LITERALS.contains(&literal) || written.is_ok_and(|written| written != literal)
 }
 
 /// Turns the stand-ins in compact or pretty JSON back.

@@ -407,3 +407,6 @@ impl<'de, V: Deserialize<'de>> Deserialize<'de> for Pairs<V> {
         deserializer.deserialize_map(PairsVisitor(std::marker::PhantomData))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -8,11 +8,13 @@ use std::path::{Path, PathBuf};
 use super::{index, shards};
 use crate::error::{Error, Result};
 
-pub(super) const CONFIG: &str = "config.json";
-pub(super) const REPORT: &str = "quantization_report.json";
+/// Edited by a run, not copied.
+pub const CONFIG: &str = "config.json";
+/// Written by a run; says that a folder is this tool's.
+pub const REPORT: &str = "quantization_report.json";
 
 /// Folders of tools, not of the checkpoint.
-const SKIPPED_FOLDERS: [&str; 2] = [".git", ".cache"];
+pub(super) const SKIPPED_FOLDERS: [&str; 2] = [".git", ".cache"];
 
 /// Weights in other formats. An index over them is `NAME.EXTENSION.index.json`.
 const OTHER_WEIGHTS: [&str; 11] = [

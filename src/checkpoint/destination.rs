@@ -1,0 +1,173 @@
+//! Where a checkpoint may be written: what is there already, and whether there is room.
+
+use std::io::{ErrorKind, Read};
+use std::path::{Component, Path, PathBuf};
+
+use serde::Deserialize;
+
+use super::header::open_regular;
+use super::sidecars::{REPORT, SKIPPED_FOLDERS};
+use crate::error::{Error, Result};
+
+/// How the `tool` of a `quantization_report.json` that this tool wrote begins; its version follows.
+pub const TOOL_MARK: &str = "spark-quant ";
+
+/// What is at the destination now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Existing {
+    Nothing,
+    EmptyFolder,
+    /// A checkpoint that this tool wrote, and that may be replaced.
+    Ours,
+}
+
+/// Refuses a destination that must not be written, before anything is: see the errors.
+///
+/// # Errors
+/// [`Error::DestinationIsFile`], [`Error::DestinationIsMount`], [`Error::DestinationInSource`],
+/// [`Error::SourceInDestination`], [`Error::DestinationNotEmpty`] without `overwrite`, [`Error::NotOurs`] with it.
+pub fn check_destination(dst: &Path, src: &Path, overwrite: bool) -> Result<()> {
+    let target = resolve(dst)?;
+    let real = src.canonicalize().map_err(Error::io(src, "resolving"))?;
+    // A file that is a symlink counts where it is and where it leads.
+    let parent = src
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    let link = match src.file_name() {
+        Some(name) => parent
+            .canonicalize()
+            .map_err(Error::io(parent, "resolving"))?
+            .join(name),
+        None => real.clone(),
+    };
+    for place in [&real, &link] {
+        if target.starts_with(place) && real.is_dir() {
+            return Err(Error::DestinationInSource {
+                path: dst.to_path_buf(),
+                src: src.to_path_buf(),
+            });
+        }
+        if overwrite && place.starts_with(&target) {
+            return Err(Error::SourceInDestination {
+                path: dst.to_path_buf(),
+                src: src.to_path_buf(),
+            });
+        }
+    }
+    inspect(&target, overwrite).map(|_| ())
+}
+
+/// The destination as an absolute path without symlinks or dots, whether it is there or not.
+pub(super) fn resolve(dst: &Path) -> Result<PathBuf> {
+    let absolute = std::path::absolute(dst).map_err(Error::io(dst, "resolving"))?;
+    let mut real = PathBuf::new();
+    for part in absolute.components() {
+        match part {
+            // What is not there yet has no symlinks, and what is there was resolved: `..` is the folder above.
+            Component::ParentDir => _ = real.pop(),
+            part => real.push(part),
+        }
+        match real.canonicalize() {
+            Ok(path) => real = path,
+            Err(e) if e.kind() == ErrorKind::NotFound && !real.is_symlink() => {}
+            Err(e) => return Err(Error::io(&real, "resolving")(e)),
+        }
+    }
+    Ok(real)
+}
+
+/// What is at a resolved destination, or why it must stay.
+pub(super) fn inspect(target: &Path, overwrite: bool) -> Result<Existing> {
+    let path = || target.to_path_buf();
+    match std::fs::symlink_metadata(target) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Existing::Nothing),
+        Err(e) => return Err(Error::io(target, "opening")(e)),
+        Ok(metadata) if !metadata.is_dir() => return Err(Error::DestinationIsFile { path: path() }),
+        Ok(_) => {}
+    }
+    if is_mount(target) {
+        return Err(Error::DestinationIsMount { path: path() });
+    }
+    let mut entries = std::fs::read_dir(target).map_err(Error::io(target, "listing"))?;
+    match (entries.next(), overwrite) {
+        (None, _) => Ok(Existing::EmptyFolder),
+        (Some(_), false) => Err(Error::DestinationNotEmpty { path: path() }),
+        (Some(_), true) => match foreign(target)? {
+            None => Ok(Existing::Ours),
+            Some(found) => Err(Error::NotOurs { path: path(), found }),
+        },
+    }
+}
+
+/// What shows that a folder is not just a checkpoint of this tool, or `None`.
+fn foreign(folder: &Path) -> Result<Option<String>> {
+    #[derive(Deserialize)]
+    struct Report {
+        tool: String,
+    }
+    // This tool never writes these, so there is work of someone else's in them.
+    if let Some(name) = SKIPPED_FOLDERS
+        .iter()
+        .find(|name| folder.join(name).symlink_metadata().is_ok())
+    {
+        return Ok(Some(format!("{name}, which this tool does not write")));
+    }
+    let path = folder.join(REPORT);
+    if path.symlink_metadata().is_err_and(|e| e.kind() == ErrorKind::NotFound) {
+        return Ok(Some(format!("no {REPORT}")));
+    }
+    let mut bytes = Vec::new();
+    open_regular(&path)?
+        .0
+        .read_to_end(&mut bytes)
+        .map_err(Error::io(&path, "reading"))?;
+    Ok(match serde_json::from_slice::<Report>(&bytes) {
+        Ok(report) if report.tool.starts_with(TOOL_MARK) => None,
+        Ok(report) => Some(format!("a {REPORT} of {:?}", report.tool)),
+        Err(_) => Some(format!("a {REPORT} that does not name its tool")),
+    })
+}
+
+/// A mount point (a container's volume, say) cannot be renamed over, not even an empty one.
+#[cfg(target_os = "linux")]
+fn is_mount(path: &Path) -> bool {
+    use rustix::fs::{statx, AtFlags, StatxAttributes, StatxFlags, CWD};
+    // Where the kernel cannot tell, the rename will.
+    statx(CWD, path, AtFlags::empty(), StatxFlags::empty())
+        .is_ok_and(|status| status.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_mount(_path: &Path) -> bool {
+    false
+}
+
+/// Bytes free to this user on the file system where `path` is or would be.
+///
+/// # Errors
+/// [`Error::Io`].
+pub fn free_bytes(path: &Path) -> Result<u64> {
+    let target = resolve(path)?;
+    let there = target.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    let status = rustix::fs::statvfs(there).map_err(|e| Error::io(there, "asking for free space")(e.into()))?;
+    // Some network and overlay file systems count no blocks at all: that is "unknown", not "full".
+    Ok(match status.f_blocks {
+        0 => u64::MAX,
+        _ => status.f_bavail.saturating_mul(status.f_frsize),
+    })
+}
+
+/// # Errors
+/// [`Error::DiskTooSmall`] if fewer than `needed` bytes are free at `path`.
+pub fn check_space(path: &Path, needed: u64) -> Result<()> {
+    let free = free_bytes(path)?;
+    if free < needed {
+        return Err(Error::DiskTooSmall {
+            path: path.to_path_buf(),
+            needed,
+            free,
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,409 @@
+//! The writer: a checkpoint is built in a hidden sibling of its destination and renamed there when it is whole.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{DirBuilder, File, OpenOptions, Permissions};
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::path::{Component, Path, PathBuf};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::fs::{flock, FallocateFlags, FlockOperation, RenameFlags, CWD};
+use rustix::io::Errno;
+use tempfile::TempDir;
+
+use super::destination::{free_bytes, inspect, resolve, Existing};
+use super::header::open_regular;
+use super::sidecars::Sidecar;
+use crate::error::{Error, Result};
+
+/// Between the destination's name and the random part of a staging folder's.
+const MARK: &str = ".spark-quant-";
+
+/// The same for an old checkpoint that is moved aside. Nothing removes a folder of this name but the run that made it.
+const ASIDE_MARK: &str = ".replaced-by-spark-quant-";
+
+const RANDOM_CHARS: usize = 6;
+
+/// Files are flushed by this many threads: a flush mostly waits.
+const FLUSH_THREADS: usize = 4;
+
+/// A checkpoint that is being written. Dropped without [`Staging::commit`], it leaves nothing behind.
+#[derive(Debug)]
+pub struct Staging {
+    // In the order in which they must go: the folder before the parents that were made for it.
+    folder: TempDir,
+    parents: MadeParents,
+    target: PathBuf,
+    overwrite: bool,
+    outputs: Mutex<Vec<Arc<OutFile>>>,
+    /// Held while the run lives: tells its folder from one that a killed run left. `None` where there are no locks.
+    _lock: Option<File>,
+}
+
+impl Staging {
+    /// Makes a folder beside `dst`, and `dst`'s parents; removes those that killed runs to the same `dst` left.
+    ///
+    /// # Errors
+    /// [`Error::Io`], and what [`check_destination`](super::check_destination) says of `dst` itself.
+    pub fn create(dst: &Path, overwrite: bool) -> Result<Staging> {
+        let target = resolve(dst)?;
+        inspect(&target, overwrite)?;
+        let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else {
+            return Err(Error::DestinationNotEmpty { path: target });
+        };
+        let parents = MadeParents::make(parent)?;
+        sweep(parent, name);
+        let (folder, lock) = locked_folder(parent, name)?;
+        Ok(Staging {
+            folder,
+            parents,
+            overwrite,
+            outputs: Mutex::default(),
+            _lock: lock,
+            target,
+        })
+    }
+
+    /// The folder until it is committed.
+    pub fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Makes a file of `len` bytes and reserves its space. Every byte must be written once before the commit.
+    ///
+    /// # Errors
+    /// [`Error::DiskTooSmall`], [`Error::Io`].
+    pub fn create_file(&self, name: impl AsRef<Path>, len: u64) -> Result<Arc<OutFile>> {
+        let (path, file) = self.create_new(name.as_ref())?;
+        reserve(&path, &file, len)?;
+        let out = Arc::new(OutFile {
+            path,
+            file,
+            len,
+            written: AtomicU64::new(0),
+        });
+        self.outputs
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(out.clone());
+        Ok(out)
+    }
+
+    /// Makes a file of these bytes.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn write_file(&self, name: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
+        let (path, mut file) = self.create_new(name.as_ref())?;
+        file.write_all(bytes).map_err(Error::io(&path, "writing"))
+    }
+
+    /// Copies the bytes, not the mode: that follows the umask.
+    ///
+    /// # Errors
+    /// [`Error::SourceChanged`] if the file is no longer as long as when it was listed, [`Error::Io`].
+    pub fn copy_sidecar(&self, sidecar: &Sidecar) -> Result<()> {
+        let changed = |now| Error::SourceChanged {
+            path: sidecar.from.clone(),
+            before: sidecar.len,
+            now,
+        };
+        let (mut from, len) = open_regular(&sidecar.from)?;
+        if len != sidecar.len {
+            return Err(changed(len));
+        }
+        let (path, mut to) = self.create_new(&sidecar.relative)?;
+        match io::copy(&mut from, &mut to).map_err(Error::io(&path, "copying"))? {
+            copied if copied == len => Ok(()),
+            copied => Err(changed(copied)),
+        }
+    }
+
+    /// Fills `buf` from byte `offset` of a file that was written.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn read_back(&self, name: impl AsRef<Path>, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let path = self.inside(name.as_ref())?;
+        let file = File::open(&path).map_err(Error::io(&path, "opening"))?;
+        file.read_exact_at(buf, offset)
+            .map_err(Error::io(&path, "reading back"))
+    }
+
+    /// Flushes every file and folder to disk, then renames the whole into place in one step.
+    ///
+    /// # Errors
+    /// [`Error::IncompleteOutput`] if a file was not written in full, [`Error::Io`], and what became of `dst` since
+    /// [`Staging::create`]. `dst` is then as it was before.
+    pub fn commit(mut self) -> Result<()> {
+        for out in self.outputs.get_mut().unwrap_or_else(PoisonError::into_inner) {
+            let written = out.written.load(Ordering::Acquire);
+            if written != out.len {
+                return Err(Error::IncompleteOutput {
+                    path: out.path.clone(),
+                    written,
+                    len: out.len,
+                });
+            }
+        }
+        flush_tree(self.folder.path())?;
+        match inspect(&self.target, self.overwrite)? {
+            Existing::Nothing | Existing::EmptyFolder => {
+                std::fs::rename(self.folder.path(), &self.target).map_err(|e| not_renamed(&self.target, e))?;
+                self.folder.disable_cleanup(true);
+            }
+            // The folder then holds the old checkpoint, and goes when it is dropped.
+            Existing::Ours => match exchange(self.folder.path(), &self.target) {
+                Ok(()) => {}
+                Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+                    swap_by_moving_aside(self.folder.path(), &self.target)?;
+                    self.folder.disable_cleanup(true);
+                }
+                Err(e) => return Err(not_renamed(&self.target, e.into())),
+            },
+        }
+        let made = std::mem::take(&mut self.parents.0);
+        // The rename is on disk when the folder it happened in is; the same holds for each parent that was made.
+        for path in made.iter().chain([&self.target]) {
+            flush(path.parent().unwrap_or(path))?;
+        }
+        Ok(())
+    }
+
+    fn create_new(&self, name: &Path) -> Result<(PathBuf, File)> {
+        let path = self.inside(name)?;
+        let folder = path.parent().unwrap_or(&path);
+        std::fs::create_dir_all(folder).map_err(Error::io(folder, "making"))?;
+        let file = OpenOptions::new().write(true).create_new(true).open(&path);
+        let file = file.map_err(Error::io(&path, "making"))?;
+        Ok((path, file))
+    }
+
+    fn inside(&self, name: &Path) -> Result<PathBuf> {
+        let plain = name.components().all(|part| matches!(part, Component::Normal(_)));
+        if !plain || name.as_os_str().is_empty() {
+            return Err(Error::io(name, "placing")(io::Error::other(
+                "not a path below the destination",
+            )));
+        }
+        Ok(self.folder.path().join(name))
+    }
+}
+
+/// One file that is written at positions, by many threads.
+#[derive(Debug)]
+pub struct OutFile {
+    path: PathBuf,
+    file: File,
+    len: u64,
+    written: AtomicU64,
+}
+
+impl OutFile {
+    /// Writes all of `buf` at byte `offset`.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; also if it would end beyond the length that the file was made with.
+    pub fn write_all_at(&self, buf: &[u8], offset: u64) -> Result<()> {
+        if offset.checked_add(buf.len() as u64).is_none_or(|end| end > self.len) {
+            let why = format!("{} bytes at {offset} of a file of {}", buf.len(), self.len);
+            return Err(Error::io(&self.path, "writing")(io::Error::other(why)));
+        }
+        self.file
+            .write_all_at(buf, offset)
+            .map_err(Error::io(&self.path, "writing"))?;
+        self.written.fetch_add(buf.len() as u64, Ordering::Release);
+        Ok(())
+    }
+
+    /// Asks the kernel to begin writing this range to disk, so that the flush at the end finds little left to do.
+    pub fn start_writeback(&self, offset: u64, len: u64) {
+        // DontNeed begins the writeback of dirty pages and leaves them cached; sync_file_range would need unsafe code.
+        #[cfg(target_os = "linux")]
+        if let Some(len) = std::num::NonZeroU64::new(len) {
+            let _ = rustix::fs::fadvise(&self.file, offset, Some(len), rustix::fs::Advice::DontNeed);
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = (offset, len);
+    }
+}
+
+/// Parents that were made for the destination; those that are empty go with it.
+#[derive(Debug)]
+struct MadeParents(Vec<PathBuf>);
+
+impl MadeParents {
+    fn make(folder: &Path) -> Result<MadeParents> {
+        let mut made = MadeParents(Vec::new());
+        let mut missing: Vec<&Path> = folder.ancestors().take_while(|path| !path.exists()).collect();
+        while let Some(path) = missing.pop() {
+            match DirBuilder::new().create(path) {
+                Ok(()) => made.0.push(path.to_path_buf()),
+                Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
+                Err(e) => return Err(Error::io(path, "making")(e)),
+            }
+        }
+        Ok(made)
+    }
+}
+
+impl Drop for MadeParents {
+    fn drop(&mut self) {
+        for path in self.0.iter().rev() {
+            let _ = std::fs::remove_dir(path);
+        }
+    }
+}
+
+fn hidden_prefix(name: &OsStr, mark: &str) -> OsString {
+    let mut prefix = OsString::from(".");
+    prefix.push(name);
+    prefix.push(mark);
+    prefix
+}
+
+/// Makes a folder with the umask's mode and locks it.
+fn locked_folder(parent: &Path, name: &OsStr) -> Result<(TempDir, Option<File>)> {
+    loop {
+        let folder = tempfile::Builder::new()
+            .prefix(&hidden_prefix(name, MARK))
+            .rand_bytes(RANDOM_CHARS)
+            .permissions(Permissions::from_mode(0o777))
+            .tempdir_in(parent)
+            .map_err(Error::io(parent, "making a folder in"))?;
+        let path = folder.path();
+        let handle = File::open(path).map_err(Error::io(path, "opening"))?;
+        // Some network file systems have no locks on folders; there, nobody can take it for a stale one either.
+        let Ok(()) = flock(&handle, FlockOperation::LockExclusive) else {
+            return Ok((folder, None));
+        };
+        // Another run may have found it unlocked a moment ago, and removed it.
+        let mine = handle.metadata().map_err(Error::io(path, "opening"))?;
+        if std::fs::metadata(path).is_ok_and(|there| (there.dev(), there.ino()) == (mine.dev(), mine.ino())) {
+            return Ok((folder, Some(handle)));
+        }
+    }
+}
+
+/// Removes what killed runs to the same destination left: staging folders whose lock is free. What cannot be is left.
+fn sweep(parent: &Path, name: &OsStr) {
+    let prefix = hidden_prefix(name, MARK);
+    let is_ours = |entry: &std::fs::DirEntry| {
+        let name = entry.file_name();
+        let random = name.as_bytes().strip_prefix(prefix.as_bytes());
+        random.is_some_and(|random| random.len() == RANDOM_CHARS && random.iter().all(u8::is_ascii_alphanumeric))
+            && entry.file_type().is_ok_and(|kind| kind.is_dir())
+    };
+    for entry in std::fs::read_dir(parent)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter(is_ours)
+    {
+        let Ok(handle) = File::open(entry.path()) else { continue };
+        if flock(&handle, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+/// Gives the file its length, with its space reserved where the file system can.
+fn reserve(path: &Path, file: &File, len: u64) -> Result<()> {
+    if len == 0 {
+        return Ok(());
+    }
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, len) {
+        Ok(()) => Ok(()),
+        Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => file.set_len(len).map_err(Error::io(path, "sizing")),
+        Err(Errno::NOSPC) => Err(Error::DiskTooSmall {
+            path: path.to_path_buf(),
+            needed: len,
+            free: free_bytes(path)?,
+        }),
+        Err(e) => Err(Error::io(path, "reserving space")(e.into())),
+    }
+}
+
+/// Flushes every file below `root`, then the folders that name them.
+fn flush_tree(root: &Path) -> Result<()> {
+    let (mut files, mut folders) = (Vec::new(), vec![root.to_path_buf()]);
+    let mut next = 0;
+    while let Some(folder) = folders.get(next).cloned() {
+        next += 1;
+        for entry in std::fs::read_dir(&folder).map_err(Error::io(&folder, "listing"))? {
+            let entry = entry.map_err(Error::io(&folder, "listing"))?;
+            let kind = entry.file_type().map_err(Error::io(&folder, "listing"))?;
+            if kind.is_dir() { &mut folders } else { &mut files }.push(entry.path());
+        }
+    }
+    flush_all(&files)?;
+    flush_all(&folders)
+}
+
+fn flush_all(paths: &[PathBuf]) -> Result<()> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some(path) = paths.get(next.fetch_add(1, Ordering::Relaxed)) {
+            flush(path)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..FLUSH_THREADS.min(paths.len())).map(|_| scope.spawn(work)).collect();
+        workers
+            .into_iter()
+            .try_for_each(|worker| worker.join().unwrap_or_else(|e| std::panic::resume_unwind(e)))
+    })
+}
+
+fn flush(path: &Path) -> Result<()> {
+    let file = File::open(path).map_err(Error::io(path, "opening"))?;
+    match file.sync_all() {
+        // Some file systems cannot flush a folder by itself; nothing is lost that another call could save.
+        Err(e) if e.kind() == ErrorKind::InvalidInput && path.is_dir() => Ok(()),
+        flushed => flushed.map_err(Error::io(path, "flushing to disk")),
+    }
+}
+
+fn exchange(staged: &Path, target: &Path) -> std::result::Result<(), Errno> {
+    rustix::fs::renameat_with(CWD, staged, CWD, target, RenameFlags::EXCHANGE)
+}
+
+/// Where two folders cannot be exchanged: old aside, new in, old removed; a failure in between puts the old one back.
+fn swap_by_moving_aside(staged: &Path, target: &Path) -> Result<()> {
+    let parent = target.parent().unwrap_or(target);
+    let aside = tempfile::Builder::new()
+        .prefix(&hidden_prefix(target.file_name().unwrap_or_default(), ASIDE_MARK))
+        .rand_bytes(RANDOM_CHARS)
+        .disable_cleanup(true)
+        .tempdir_in(parent)
+        .map_err(Error::io(parent, "making a folder in"))?;
+    let aside = aside.path();
+    if let Err(e) = std::fs::rename(target, aside) {
+        let _ = std::fs::remove_dir(aside);
+        return Err(not_renamed(target, e));
+    }
+    if let Err(e) = std::fs::rename(staged, target) {
+        std::fs::rename(aside, target).map_err(Error::io(aside, "putting the old checkpoint back"))?;
+        return Err(not_renamed(target, e));
+    }
+    // The new one is in place: what cannot be removed of the old one is no failure.
+    let _ = std::fs::remove_dir_all(aside);
+    Ok(())
+}
+
+/// The destination was free when it was looked at; says what it is now.
+fn not_renamed(target: &Path, source: io::Error) -> Error {
+    let path = target.to_path_buf();
+    match source.kind() {
+        ErrorKind::DirectoryNotEmpty | ErrorKind::AlreadyExists => Error::DestinationNotEmpty { path },
+        ErrorKind::NotADirectory => Error::DestinationIsFile { path },
+        ErrorKind::ResourceBusy => Error::DestinationIsMount { path },
+        _ => Error::io(target, "renaming the finished folder to it")(source),
+    }
+}
+
+#[cfg(test)]
+mod tests;
