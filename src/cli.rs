@@ -85,7 +85,13 @@ pub struct Args {
     verify: bool,
 
     /// With --verify --src: the SNR that every quantized tensor must reach
-    #[arg(long, value_name = "DB", requires = "verify", requires = "src", allow_negative_numbers = true)]
+    #[arg(
+        long,
+        value_name = "DB",
+        requires = "verify",
+        requires = "src",
+        allow_negative_numbers = true
+    )]
     min_snr: Option<f64>,
 
     /// Print one JSON document on stdout
@@ -120,13 +126,17 @@ fn parse_qtype(text: &str) -> Result<QType, String> {
 
 fn parse_layout(text: &str) -> Result<&'static str, String> {
     let found = ALL_LAYOUTS.iter().find(|layout| **layout == text);
-    found.copied().ok_or_else(|| format!("known layouts: {}", ALL_LAYOUTS.join(", ")))
+    found
+        .copied()
+        .ok_or_else(|| format!("known layouts: {}", ALL_LAYOUTS.join(", ")))
 }
 
 /// Bytes: `5GB` is 5 * 10^9 as in the Hugging Face tools, `5GiB` 5 * 2^30; a plain number counts bytes.
 fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();
-    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let digits = text
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
     let scale: u64 = match unit.trim().to_ascii_uppercase().as_str() {
         "" | "B" => 1,
@@ -140,7 +150,9 @@ fn parse_size(text: &str) -> Result<u64, String> {
         "TIB" => 1 << 40,
         _ => return Err(format!("{unit:?} is not a unit; try 5GB or 512MiB")),
     };
-    let number: f64 = number.parse().map_err(|_| format!("{number:?} is not a number; try 5GB or 512MiB"))?;
+    let number: f64 = number
+        .parse()
+        .map_err(|_| format!("{number:?} is not a number; try 5GB or 512MiB"))?;
     let bytes = number * scale as f64;
     if !(1.0..9e18).contains(&bytes) {
         return Err("a size is at least one byte and below 9 EB".to_string());
@@ -154,7 +166,10 @@ fn parse_size(text: &str) -> Result<u64, String> {
 /// All that is not a verification fault.
 pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
     listen_for_signals();
-    let output = Output { json: args.json, quiet: args.quiet };
+    let output = Output {
+        json: args.json,
+        quiet: args.quiet,
+    };
     if args.verify {
         return Ok(run_verify(args, output)?);
     }
@@ -188,7 +203,10 @@ fn run_verify(args: &Args, output: Output) -> Result<ExitCode> {
     let dst = args.dst.as_deref().unwrap_or(Path::new(""));
     let total = args.src.as_deref().unwrap_or(dst);
     let progress = Progress::new(folder_bytes(total), "verifying", args.quiet);
-    let against = Against { src: args.src.as_deref(), min_snr: args.min_snr };
+    let against = Against {
+        src: args.src.as_deref(),
+        min_snr: args.min_snr,
+    };
     let outcome = verify(dst, against, &args.settings()?, &progress);
     progress.finish();
     let outcome = outcome?;
@@ -198,9 +216,16 @@ fn run_verify(args: &Args, output: Output) -> Result<ExitCode> {
 
 /// About what a progress bar has to cover; 0 where it cannot be told.
 fn folder_bytes(path: &Path) -> u64 {
-    let Ok(entries) = std::fs::read_dir(path) else { return std::fs::metadata(path).map_or(0, |file| file.len()) };
-    let weights = entries.flatten().filter(|entry| entry.path().extension().is_some_and(|end| end == "safetensors"));
-    weights.filter_map(|entry| std::fs::metadata(entry.path()).ok()).map(|file| file.len()).sum()
+    let Ok(entries) = std::fs::read_dir(path) else {
+        return std::fs::metadata(path).map_or(0, |file| file.len());
+    };
+    let weights = entries
+        .flatten()
+        .filter(|entry| entry.path().extension().is_some_and(|end| end == "safetensors"));
+    weights
+        .filter_map(|entry| std::fs::metadata(entry.path()).ok())
+        .map(|file| file.len())
+        .sum()
 }
 
 fn warn(text: &str) {
@@ -289,7 +314,11 @@ impl Output {
             report.bits_per_weight
         );
         let db = |value: Option<f64>| value.map_or("without loss".to_string(), |db| format!("{db:.2} dB"));
-        text += &format!("  SNR        mean {}, least {}\n", db(report.snr_db_mean), db(report.snr_db_min));
+        text += &format!(
+            "  SNR        mean {}, least {}\n",
+            db(report.snr_db_mean),
+            db(report.snr_db_min)
+        );
         text += &dense_text(plan);
         text += &files_text(plan);
         self.print(&text)
@@ -366,7 +395,11 @@ impl Output {
 
 /// `gptq symmetric`
 fn scheme_text(plan: &Plan) -> String {
-    let grid = if plan.scheme.symmetric() { "symmetric" } else { "asymmetric" };
+    let grid = if plan.scheme.symmetric() {
+        "symmetric"
+    } else {
+        "asymmetric"
+    };
     format!("{} {grid}", plan.scheme.layout())
 }
 
@@ -388,7 +421,11 @@ fn dense_text(plan: &Plan) -> String {
 
 fn files_text(plan: &Plan) -> String {
     let files = plan.files.len();
-    format!("  files      {files} of {} bytes in all, from {} bytes\n", plan.weight_bytes(), plan.source_bytes)
+    format!(
+        "  files      {files} of {} bytes in all, from {} bytes\n",
+        plan.weight_bytes(),
+        plan.source_bytes
+    )
 }
 
 fn plan_document(plan: &Plan, free: Option<u64>) -> Value {
@@ -410,8 +447,11 @@ fn plan_document(plan: &Plan, free: Option<u64>) -> Value {
             Work::Copy(dense) => json!({ "name": dense.name, "dense": dense.reason, "outputs": outputs }),
         }
     });
-    let files: Vec<Value> =
-        plan.files.iter().map(|file| json!({ "name": file.name, "bytes": file.len })).collect();
+    let files: Vec<Value> = plan
+        .files
+        .iter()
+        .map(|file| json!({ "name": file.name, "bytes": file.len }))
+        .collect();
     let stored: u64 = plan.tensors.iter().map(|tensor| tensor.len).sum();
     json!({
         "qtype": plan.scheme.qtype().to_string(),

@@ -41,7 +41,11 @@ pub fn run<T: Sync, S>(
         while !stop.load(Ordering::Relaxed) {
             let at = next.fetch_add(1, Ordering::Relaxed);
             let Some(task) = tasks.get(at) else { return };
-            let done = if watch.cancelled() { Err(Error::Interrupted) } else { work(&mut state, task) };
+            let done = if watch.cancelled() {
+                Err(Error::Interrupted)
+            } else {
+                work(&mut state, task)
+            };
             if let Err(error) = done {
                 fail(at, error);
             }
@@ -81,16 +85,28 @@ mod tests {
         for threads in [1, 2, 3, 8] {
             let watch = Quiet(AtomicU64::new(0), false);
             let tasks: Vec<u64> = (0..100).collect();
-            run(threads, &tasks, &watch, || (), |(), task| {
-                watch.advance(*task);
-                Ok(())
-            })
+            run(
+                threads,
+                &tasks,
+                &watch,
+                || (),
+                |(), task| {
+                    watch.advance(*task);
+                    Ok(())
+                },
+            )
             .unwrap();
             assert_eq!(watch.0.load(Ordering::Relaxed), 4950);
-            let failing = run(threads, &tasks, &watch, || (), |(), task| match task {
-                17.. => Err(Error::BadRequest(task.to_string())),
-                _ => Ok(()),
-            });
+            let failing = run(
+                threads,
+                &tasks,
+                &watch,
+                || (),
+                |(), task| match task {
+                    17.. => Err(Error::BadRequest(task.to_string())),
+                    _ => Ok(()),
+                },
+            );
             assert_eq!(failing.unwrap_err().to_string(), "17");
         }
     }

@@ -21,7 +21,11 @@ impl Progress {
     /// A bar over `total` bytes on stderr, if that is a terminal and `quiet` does not forbid it.
     pub fn new(total: u64, doing: &'static str, quiet: bool) -> Self {
         let show = !quiet && std::io::stderr().is_terminal();
-        let target = if show { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let target = if show {
+            ProgressDrawTarget::stderr()
+        } else {
+            ProgressDrawTarget::hidden()
+        };
         let bar = ProgressBar::with_draw_target(Some(total), target);
         let template = "{msg} [{bar:30}] {bytes}/{total_bytes} {bytes_per_sec} {eta} left";
         if let Ok(style) = ProgressStyle::with_template(template) {

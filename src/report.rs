@@ -103,11 +103,32 @@ mod tests {
 
     #[test]
     fn snr_is_rounded_and_null_where_nothing_is_lost() {
-        assert_eq!(snr_db(ErrorSums { signal: 1000.0, noise: 1.0 }), Some(30.0));
-        assert_eq!(snr_db(ErrorSums { signal: 123.456, noise: 1.0 }), Some(20.92));
-        assert_eq!(snr_db(ErrorSums { signal: 5.0, noise: 0.0 }), None);
+        assert_eq!(
+            snr_db(ErrorSums {
+                signal: 1000.0,
+                noise: 1.0
+            }),
+            Some(30.0)
+        );
+        assert_eq!(
+            snr_db(ErrorSums {
+                signal: 123.456,
+                noise: 1.0
+            }),
+            Some(20.92)
+        );
+        assert_eq!(
+            snr_db(ErrorSums {
+                signal: 5.0,
+                noise: 0.0
+            }),
+            None
+        );
         assert_eq!(snr_db(ErrorSums::default()), None);
-        assert_eq!(summarise([Some(10.0), None, Some(20.005)].into_iter()), (Some(15.0), Some(10.0)));
+        assert_eq!(
+            summarise([Some(10.0), None, Some(20.005)].into_iter()),
+            (Some(15.0), Some(10.0))
+        );
         assert_eq!(summarise([None].into_iter()), (None, None));
     }
 }

@@ -28,7 +28,12 @@ pub struct Settings {
 impl Settings {
     /// What a run uses where nothing is asked for.
     pub fn new(threads: usize) -> Self {
-        Self { threads, level: Level::detect(), budget: 32 << 20, overwrite: false }
+        Self {
+            threads,
+            level: Level::detect(),
+            budget: 32 << 20,
+            overwrite: false,
+        }
     }
 
     /// One worker's share, but never so little that strided writes become small.
@@ -44,8 +49,17 @@ const COPY_TASK: u64 = 64 << 20;
 pub(crate) const COPY_STEP: usize = 512 << 10;
 
 enum Task<'a> {
-    Encode { item: &'a Item, module: &'a Module, tile: Tile, state: &'a ModuleState },
-    Copy { item: &'a Item, begin: u64, end: u64 },
+    Encode {
+        item: &'a Item,
+        module: &'a Module,
+        tile: Tile,
+        state: &'a ModuleState,
+    },
+    Copy {
+        item: &'a Item,
+        begin: u64,
+        end: u64,
+    },
 }
 
 /// What the tiles of one module add up to.
@@ -118,7 +132,10 @@ pub fn quantize(
             Work::Encode(module) => plan.scheme.blocks(&module.shape),
             Work::Copy(_) => 0,
         })
-        .map(|blocks| ModuleState { sums: Mutex::default(), blocks })
+        .map(|blocks| ModuleState {
+            sums: Mutex::default(),
+            blocks,
+        })
         .collect();
     let tasks = tasks(plan, &modules, settings);
     let mut writers = vec![0; plan.tensors.len()];
@@ -128,11 +145,27 @@ pub fn quantize(
     }
     let tensors = writers
         .into_iter()
-        .map(|writers| TensorState { remaining: AtomicUsize::new(writers), hash: OnceLock::new() })
+        .map(|writers| TensorState {
+            remaining: AtomicUsize::new(writers),
+            hash: OnceLock::new(),
+        })
         .collect();
-    let run = Run { plan, source, settings, watch, files, tensors };
-    let worker = || Worker { reader: Reader::new(&source.files), buffers: TileBuffers::default(), chunk: Vec::new() };
-    pool::run(settings.threads, &tasks, watch, worker, |worker, task| run.task(worker, task))?;
+    let run = Run {
+        plan,
+        source,
+        settings,
+        watch,
+        files,
+        tensors,
+    };
+    let worker = || Worker {
+        reader: Reader::new(&source.files),
+        buffers: TileBuffers::default(),
+        chunk: Vec::new(),
+    };
+    pool::run(settings.threads, &tasks, watch, worker, |worker, task| {
+        run.task(worker, task)
+    })?;
 
     let report = run.report(&modules);
     drop(tasks);
@@ -158,7 +191,12 @@ fn tasks<'a>(plan: &'a Plan, modules: &'a [ModuleState], settings: &Settings) ->
         match &item.work {
             Work::Encode(module) => {
                 let tiles = plan.scheme.tiles(&module.shape, settings.tile_budget());
-                tasks.extend(tiles.into_iter().map(|tile| Task::Encode { item, module, tile, state }));
+                tasks.extend(tiles.into_iter().map(|tile| Task::Encode {
+                    item,
+                    module,
+                    tile,
+                    state,
+                }));
             }
             Work::Copy(_) => {
                 let count = item.source.len.div_ceil(COPY_TASK).max(1);
@@ -181,14 +219,20 @@ pub(crate) struct ModuleWeights<'r, 'f> {
 
 impl Weights for ModuleWeights<'_, '_> {
     fn read(&mut self, offset: u64, into: &mut [u8]) -> Result<()> {
-        self.reader.read_exact_at(self.source.file, self.source.offset + offset, into)
+        self.reader
+            .read_exact_at(self.source.file, self.source.offset + offset, into)
     }
 }
 
 impl Run<'_> {
     fn task(&self, worker: &mut Worker, task: &Task) -> Result<()> {
         match task {
-            Task::Encode { item, module, tile, state } => self.encode(worker, item, module, tile, state),
+            Task::Encode {
+                item,
+                module,
+                tile,
+                state,
+            } => self.encode(worker, item, module, tile, state),
             Task::Copy { item, begin, end } => self.copy(worker, item, *begin, *end),
         }
     }
@@ -201,10 +245,18 @@ impl Run<'_> {
         tile: &Tile,
         state: &ModuleState,
     ) -> Result<()> {
-        let mut weights = ModuleWeights { reader: &mut worker.reader, source: item.source };
+        let mut weights = ModuleWeights {
+            reader: &mut worker.reader,
+            source: item.source,
+        };
         let scheme = self.plan.scheme.as_ref();
-        let encoded =
-            scheme.encode(self.settings.level, &module.shape, tile, &mut weights, &mut worker.buffers);
+        let encoded = scheme.encode(
+            self.settings.level,
+            &module.shape,
+            tile,
+            &mut weights,
+            &mut worker.buffers,
+        );
         match encoded {
             Ok(stats) => state.add(stats),
             Err(TileError::Fault(fault)) => return Err(self.fault(&mut worker.reader, item, module, fault)),
@@ -218,7 +270,9 @@ impl Run<'_> {
                 self.tensors[at].hash.get_or_init(|| XxHash3_128::oneshot(bytes));
             }
         }
-        item.outputs.clone().try_for_each(|at| self.finished(at, &mut worker.chunk))?;
+        item.outputs
+            .clone()
+            .try_for_each(|at| self.finished(at, &mut worker.chunk))?;
         self.watch.advance(tile.source_bytes);
         Ok(())
     }
@@ -242,7 +296,9 @@ impl Run<'_> {
             let step = (end - offset).min(COPY_STEP as u64) as usize;
             worker.chunk.resize(COPY_STEP, 0);
             let chunk = &mut worker.chunk[..step];
-            worker.reader.read_exact_at(item.source.file, item.source.offset + offset, chunk)?;
+            worker
+                .reader
+                .read_exact_at(item.source.file, item.source.offset + offset, chunk)?;
             self.files[tensor.shard].write_all_at(chunk, tensor.offset + offset)?;
             if whole {
                 hasher.write(chunk);
@@ -294,7 +350,14 @@ impl Run<'_> {
                     Err(error) => return error,
                 };
                 let way_out = format!("--exclude {:?} leaves it dense", module.name);
-                Error::NonFinite { path, tensor, row, column, value, way_out }
+                Error::NonFinite {
+                    path,
+                    tensor,
+                    row,
+                    column,
+                    value,
+                    way_out,
+                }
             }
             Fault::ScaleOverflow { element } => {
                 let (row, column) = place(element);
@@ -303,7 +366,15 @@ impl Run<'_> {
                     crate::scheme::QType::Uint(_) => (shape.dtype.torch_name(), float_max(shape.dtype)),
                 };
                 let way_out = format!("--exclude {:?} leaves it dense", module.name);
-                Error::ScaleOverflow { path, tensor, row, group: column / shape.group, dtype, limit, way_out }
+                Error::ScaleOverflow {
+                    path,
+                    tensor,
+                    row,
+                    group: column / shape.group,
+                    dtype,
+                    limit,
+                    way_out,
+                }
             }
         }
     }
@@ -331,7 +402,10 @@ impl Run<'_> {
         let (snr_db_mean, snr_db_min) = report::summarise(per_tensor.iter().map(|tensor| tensor.snr_db));
         let dtype = plan.modules().next().map_or(Float::Bf16, |module| module.shape.dtype);
         let hashes = plan.tensors.iter().zip(&self.tensors).map(|(tensor, state)| {
-            (tensor.name.clone(), format!("{:032x}", state.hash.get().copied().unwrap_or_default()))
+            (
+                tensor.name.clone(),
+                format!("{:032x}", state.hash.get().copied().unwrap_or_default()),
+            )
         });
         Report {
             group: plan.group,
@@ -354,7 +428,10 @@ impl Run<'_> {
             },
             dense: plan
                 .dense()
-                .map(|dense| DenseReport { name: dense.name.clone(), reason: dense.reason.clone() })
+                .map(|dense| DenseReport {
+                    name: dense.name.clone(),
+                    reason: dense.reason.clone(),
+                })
                 .collect(),
             xxh3_128: hashes.collect(),
             per_tensor,

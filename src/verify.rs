@@ -70,7 +70,9 @@ pub fn verify(dst: &Path, against: Against, settings: &Settings, watch: &dyn Wat
         Err(error) => return Err(error),
     };
     let report = read_report(dst, &mut outcome)?;
-    let Some(recognised) = recognised(&checkpoint, report.as_ref(), &mut outcome)? else { return Ok(outcome) };
+    let Some(recognised) = recognised(&checkpoint, report.as_ref(), &mut outcome)? else {
+        return Ok(outcome);
+    };
     let mut check = Check::new(&checkpoint, source.as_ref(), report.as_ref(), recognised);
     check.structure(&mut outcome)?;
     check.against_report(&mut outcome);
@@ -83,7 +85,10 @@ pub fn verify(dst: &Path, against: Against, settings: &Settings, watch: &dyn Wat
 
 impl Outcome {
     fn find(&mut self, subject: impl ToString, what: impl ToString) {
-        self.findings.push(Finding { subject: subject.to_string(), what: what.to_string() });
+        self.findings.push(Finding {
+            subject: subject.to_string(),
+            what: what.to_string(),
+        });
     }
 }
 
@@ -92,8 +97,15 @@ fn read_report(dst: &Path, outcome: &mut Outcome) -> Result<Option<Report>> {
     let path = dst.join(report::FILE_NAME);
     let bytes = match std::fs::read(&path) {
         Ok(bytes) => bytes,
-        Err(error) if matches!(error.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory) => {
-            outcome.notes.push("no quantization_report.json: hashes and reported SNRs are not checked".to_string());
+        Err(error)
+            if matches!(
+                error.kind(),
+                std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory
+            ) =>
+        {
+            outcome
+                .notes
+                .push("no quantization_report.json: hashes and reported SNRs are not checked".to_string());
             return Ok(None);
         }
         Err(error) => return Err(Error::io(&path, "reading")(error)),
@@ -108,16 +120,18 @@ fn read_report(dst: &Path, outcome: &mut Outcome) -> Result<Option<Report>> {
 }
 
 /// The scheme that config.json names, checked against the report's copy of it.
-fn recognised(
-    checkpoint: &Checkpoint,
-    report: Option<&Report>,
-    outcome: &mut Outcome,
-) -> Result<Option<Recognised>> {
-    let found = checkpoint.config.as_ref().and_then(|config| config.get("quantization_config"));
+fn recognised(checkpoint: &Checkpoint, report: Option<&Report>, outcome: &mut Outcome) -> Result<Option<Recognised>> {
+    let found = checkpoint
+        .config
+        .as_ref()
+        .and_then(|config| config.get("quantization_config"));
     let Some(Value::Object(config)) = found else {
         if report.is_none() {
             let why = "config.json has no quantization_config".to_string();
-            return Err(Error::NotQuantized { path: checkpoint.root.clone(), why });
+            return Err(Error::NotQuantized {
+                path: checkpoint.root.clone(),
+                why,
+            });
         }
         outcome.find("config.json", "has no quantization_config");
         return Ok(None);
@@ -140,7 +154,11 @@ fn compare_configs(config: &Map<String, Value>, reported: &Map<String, Value>, o
         let (here, there) = (config.get(key), reported.get(key));
         if here != there {
             let text = |value: Option<&Value>| value.map_or("absent".to_string(), Value::to_string);
-            let what = format!("quantization_config.{key} is {}, the report says {}", text(here), text(there));
+            let what = format!(
+                "quantization_config.{key} is {}, the report says {}",
+                text(here),
+                text(there)
+            );
             outcome.find("config.json", what);
         }
     }
@@ -173,7 +191,15 @@ impl<'a> Check<'a> {
         report: Option<&'a Report>,
         scheme: Recognised,
     ) -> Self {
-        Self { checkpoint, source, report, scheme, stacks: Vec::new(), dense: Vec::new(), sums: Vec::new() }
+        Self {
+            checkpoint,
+            source,
+            report,
+            scheme,
+            stacks: Vec::new(),
+            dense: Vec::new(),
+            sums: Vec::new(),
+        }
     }
 
     /// Sorts tensors into modules and dense ones, each complete, and finds where they come from.
@@ -187,13 +213,17 @@ impl<'a> Check<'a> {
             if self.checkpoint.tensor(&weight).is_some() {
                 outcome.find(&weight, "is there beside the packed tensors of the same module");
             }
-            let tensors: Vec<Option<&SourceTensor>> =
-                suffixes.iter().map(|suffix| self.checkpoint.tensor(&format!("{name}.{suffix}"))).collect();
+            let tensors: Vec<Option<&SourceTensor>> = suffixes
+                .iter()
+                .map(|suffix| self.checkpoint.tensor(&format!("{name}.{suffix}")))
+                .collect();
             used.extend(tensors.iter().flatten().map(|tensor| tensor.name.as_str()));
             let from = self.origin(&weight, outcome)?;
             let dtype = from.map_or(Float::Bf16, |(_, dtype, _)| dtype);
-            let stored: Vec<_> =
-                tensors.iter().map(|tensor| tensor.map(|tensor| (tensor.dtype, tensor.shape.as_slice()))).collect();
+            let stored: Vec<_> = tensors
+                .iter()
+                .map(|tensor| tensor.map(|tensor| (tensor.dtype, tensor.shape.as_slice())))
+                .collect();
             let shape = match self.scheme.scheme.dense_shape(&stored, self.scheme.group, dtype) {
                 Ok(shape) => shape,
                 Err(fault) => {
@@ -216,7 +246,12 @@ impl<'a> Check<'a> {
                 }
                 None => None,
             };
-            self.stacks.push(Stack { name, shape, tensors: tensors.into_iter().flatten().collect(), source });
+            self.stacks.push(Stack {
+                name,
+                shape,
+                tensors: tensors.into_iter().flatten().collect(),
+                source,
+            });
         }
         for tensor in &self.checkpoint.tensors {
             if used.contains(tensor.name.as_str()) {
@@ -251,7 +286,10 @@ impl<'a> Check<'a> {
             match covered.get(&at) {
                 None => outcome.find(&tensor.name, "is in the source and missing here"),
                 Some(&found) if found < rows => {
-                    outcome.find(&tensor.name, format!("has {rows} rows in the source, {found} of them here"));
+                    outcome.find(
+                        &tensor.name,
+                        format!("has {rows} rows in the source, {found} of them here"),
+                    );
                 }
                 Some(_) => {}
             }
@@ -294,7 +332,11 @@ impl<'a> Check<'a> {
             offset: tensor.offset + row * found.first_row as u64,
             len: row * found.rows as u64,
         };
-        Ok(Some((found, Float::from_dtype(tensor.dtype).unwrap_or(Float::Bf16), range)))
+        Ok(Some((
+            found,
+            Float::from_dtype(tensor.dtype).unwrap_or(Float::Bf16),
+            range,
+        )))
     }
 
     fn dense_range(&self, tensor: &SourceTensor, from: Origin, outcome: &mut Outcome) -> Option<SourceRange> {
@@ -304,7 +346,10 @@ impl<'a> Check<'a> {
             *rows = from.rows;
         }
         if source.dtype != tensor.dtype || shape != tensor.shape {
-            let what = format!("is {} {:?}, in the source {} {shape:?}", tensor.dtype, tensor.shape, source.dtype);
+            let what = format!(
+                "is {} {:?}, in the source {} {shape:?}",
+                tensor.dtype, tensor.shape, source.dtype
+            );
             outcome.find(&tensor.name, what);
             return None;
         }
@@ -329,8 +374,7 @@ impl<'a> Check<'a> {
                 outcome.find(&tensor.name, "is here and not in the report");
             }
         }
-        let stored: BTreeMap<&str, &Stack> =
-            self.stacks.iter().map(|stack| (stack.name.as_str(), stack)).collect();
+        let stored: BTreeMap<&str, &Stack> = self.stacks.iter().map(|stack| (stack.name.as_str(), stack)).collect();
         for tensor in &report.per_tensor {
             if let Some(stack) = stored.get(module_of(&tensor.name)) {
                 let shape = [stack.shape.rows, stack.shape.columns];
@@ -344,19 +388,33 @@ impl<'a> Check<'a> {
             }
         }
         for stack in &self.stacks {
-            if !report.per_tensor.iter().any(|tensor| module_of(&tensor.name) == stack.name) {
+            if !report
+                .per_tensor
+                .iter()
+                .any(|tensor| module_of(&tensor.name) == stack.name)
+            {
                 outcome.find(&stack.name, "is quantized here and not in the report");
             }
         }
         let (mean, min) = report::summarise(report.per_tensor.iter().map(|tensor| tensor.snr_db));
-        let totals = [("snr_db_mean", report.snr_db_mean, mean), ("snr_db_min", report.snr_db_min, min)];
+        let totals = [
+            ("snr_db_mean", report.snr_db_mean, mean),
+            ("snr_db_min", report.snr_db_min, min),
+        ];
         for (key, said, is) in totals {
             if said != is {
-                outcome.find(report::FILE_NAME, format!("{key} is {said:?}, its own per_tensor makes it {is:?}"));
+                outcome.find(
+                    report::FILE_NAME,
+                    format!("{key} is {said:?}, its own per_tensor makes it {is:?}"),
+                );
             }
         }
         if report.tensors != report.per_tensor.len() {
-            let what = format!("tensors is {}, per_tensor has {}", report.tensors, report.per_tensor.len());
+            let what = format!(
+                "tensors is {}, per_tensor has {}",
+                report.tensors,
+                report.per_tensor.len()
+            );
             outcome.find(report::FILE_NAME, what);
         }
     }
@@ -373,8 +431,15 @@ impl<'a> Check<'a> {
             }
             tasks.extend(tiles.into_iter().map(|tile| Task::Measure { at, tile }));
         }
-        tasks.extend(self.dense.iter().map(|(tensor, range)| Task::Compare { tensor, range: *range }));
-        let found = Found { findings: Mutex::default(), hashed: Mutex::default() };
+        tasks.extend(
+            self.dense
+                .iter()
+                .map(|(tensor, range)| Task::Compare { tensor, range: *range }),
+        );
+        let found = Found {
+            findings: Mutex::default(),
+            hashed: Mutex::default(),
+        };
         let worker = || Worker {
             stored: Reader::new(&self.checkpoint.files),
             source: self.source.map(|source| Reader::new(&source.files)),
@@ -386,9 +451,15 @@ impl<'a> Check<'a> {
             Task::Hash { tensor } => self.compare(worker, tensor, None, watch, &found),
             Task::Compare { tensor, range } => self.compare(worker, tensor, *range, watch, &found),
         })?;
-        let findings = found.findings.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let findings = found
+            .findings
+            .into_inner()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
         outcome.findings.extend(findings);
-        outcome.hashed = found.hashed.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+        outcome.hashed = found
+            .hashed
+            .into_inner()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
         outcome.compared = self.dense.iter().filter(|(_, range)| range.is_some()).count();
         Ok(())
     }
@@ -403,7 +474,10 @@ impl<'a> Check<'a> {
         found: &Found,
     ) -> Result<()> {
         let stack = &self.stacks[at];
-        let mut stored = StackReader { reader: &mut worker.stored, tensors: &stack.tensors };
+        let mut stored = StackReader {
+            reader: &mut worker.stored,
+            tensors: &stack.tensors,
+        };
         let mut weights = match (&mut worker.source, stack.source) {
             (Some(reader), Some(source)) => Some(ModuleWeights { reader, source }),
             _ => None,
@@ -411,8 +485,15 @@ impl<'a> Check<'a> {
         let weights = weights.as_mut().map(|weights| weights as &mut dyn Weights);
         let mut faults = Vec::new();
         let (scheme, buffers) = (self.scheme.scheme.as_ref(), &mut worker.buffers);
-        let stats =
-            scheme.measure(settings.level, &stack.shape, tile, &mut stored, weights, buffers, &mut faults)?;
+        let stats = scheme.measure(
+            settings.level,
+            &stack.shape,
+            tile,
+            &mut stored,
+            weights,
+            buffers,
+            &mut faults,
+        )?;
         for StoredFault { suffix, what } in faults {
             found.find(format!("{}.{suffix}", stack.name), what);
         }
@@ -450,7 +531,9 @@ impl<'a> Check<'a> {
         let mut offset = 0;
         while offset < tensor.len {
             let step = (tensor.len - offset).min(COPY_STEP as u64) as usize;
-            worker.stored.read_exact_at(tensor.file, tensor.offset + offset, &mut here[..step])?;
+            worker
+                .stored
+                .read_exact_at(tensor.file, tensor.offset + offset, &mut here[..step])?;
             if self.report.is_some() {
                 hasher.write(&here[..step]);
             }
@@ -465,14 +548,19 @@ impl<'a> Check<'a> {
             offset += step as u64;
         }
         if let Some(byte) = differs {
-            found.find(&tensor.name, format!("differs from the source, first at byte {byte} of {}", tensor.len));
+            found.find(
+                &tensor.name,
+                format!("differs from the source, first at byte {byte} of {}", tensor.len),
+            );
         }
         self.check_hash(tensor, hasher.finish_128(), found);
         Ok(())
     }
 
     fn check_hash(&self, tensor: &SourceTensor, hash: u128, found: &Found) {
-        let Some(said) = self.report.and_then(|report| report.xxh3_128.get(&tensor.name)) else { return };
+        let Some(said) = self.report.and_then(|report| report.xxh3_128.get(&tensor.name)) else {
+            return;
+        };
         *found.hashed.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) += 1;
         let is = format!("{hash:032x}");
         if *said != is {
@@ -482,20 +570,35 @@ impl<'a> Check<'a> {
 
     /// Folds the sums and compares the SNRs with the report's.
     fn figures(&self, min_snr: Option<f64>, outcome: &mut Outcome) {
-        let reported: HashMap<&str, Option<f64>> =
-            self.report.iter().flat_map(|report| &report.per_tensor).map(|t| (module_of(&t.name), t.snr_db)).collect();
+        let reported: HashMap<&str, Option<f64>> = self
+            .report
+            .iter()
+            .flat_map(|report| &report.per_tensor)
+            .map(|t| (module_of(&t.name), t.snr_db))
+            .collect();
         for (stack, sums) in self.stacks.iter().zip(&self.sums) {
             if stack.source.is_none() {
                 continue;
             }
             let mut total = ErrorSums::default();
-            sums.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).iter().for_each(|&block| total += block);
+            sums.lock()
+                .unwrap_or_else(|poisoned| poisoned.into_inner())
+                .iter()
+                .for_each(|&block| total += block);
             let snr = report::snr_db(total);
             let text = |snr: Option<f64>| snr.map_or("without loss".to_string(), |snr| format!("{snr} dB"));
-            let name = if stack.name == "lm_head" { stack.name.clone() } else { format!("{}.weight", stack.name) };
+            let name = if stack.name == "lm_head" {
+                stack.name.clone()
+            } else {
+                format!("{}.weight", stack.name)
+            };
             if let Some(&said) = reported.get(stack.name.as_str()) {
                 if said != snr {
-                    let what = format!("its stored bytes have an SNR of {}, the report says {}", text(snr), text(said));
+                    let what = format!(
+                        "its stored bytes have an SNR of {}, the report says {}",
+                        text(snr),
+                        text(said)
+                    );
                     outcome.find(&name, what);
                 }
             }
@@ -516,9 +619,17 @@ fn module_of(name: &str) -> &str {
 }
 
 enum Task<'a> {
-    Measure { at: usize, tile: Tile },
-    Hash { tensor: &'a SourceTensor },
-    Compare { tensor: &'a SourceTensor, range: Option<SourceRange> },
+    Measure {
+        at: usize,
+        tile: Tile,
+    },
+    Hash {
+        tensor: &'a SourceTensor,
+    },
+    Compare {
+        tensor: &'a SourceTensor,
+        range: Option<SourceRange>,
+    },
 }
 
 /// What workers find.
@@ -529,8 +640,14 @@ struct Found {
 
 impl Found {
     fn find(&self, subject: impl ToString, what: impl ToString) {
-        let finding = Finding { subject: subject.to_string(), what: what.to_string() };
-        self.findings.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(finding);
+        let finding = Finding {
+            subject: subject.to_string(),
+            what: what.to_string(),
+        };
+        self.findings
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+            .push(finding);
     }
 }
 

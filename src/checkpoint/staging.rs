@@ -223,7 +223,9 @@ impl OutFile {
     /// # Errors
     /// [`Error::Io`].
     pub fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
-        self.file.read_exact_at(buf, offset).map_err(Error::io(&self.path, "reading back"))
+        self.file
+            .read_exact_at(buf, offset)
+            .map_err(Error::io(&self.path, "reading back"))
     }
 
     /// Asks the kernel to begin writing this range to disk, so that the flush at the end finds little left to do.

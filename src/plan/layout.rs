@@ -60,7 +60,13 @@ fn deal(items: &[Item], tensors: &[OutputTensor], max: u64) -> Vec<Range<usize>>
 
 fn size_bound(tensor: &OutputTensor) -> u64 {
     // Escaping can lengthen a name; six bytes for one is JSON's worst case.
-    let name = tensor.name.bytes().map(|byte| if byte < 0x20 || matches!(byte, b'"' | b'\\') { 6 } else { 1 });
+    let name = tensor.name.bytes().map(|byte| {
+        if byte < 0x20 || matches!(byte, b'"' | b'\\') {
+            6
+        } else {
+            1
+        }
+    });
     tensor.len + ENTRY_BYTES + name.sum::<u64>() + 24 * tensor.shape.len() as u64
 }
 
@@ -84,7 +90,13 @@ fn place_file(
             let begin = end;
             end += tensor.len;
             let (name, shape) = (tensor.name.clone(), tensor.shape.clone());
-            TensorEntry { name, dtype: tensor.dtype, shape, begin, end }
+            TensorEntry {
+                name,
+                dtype: tensor.dtype,
+                shape,
+                begin,
+                end,
+            }
         })
         .collect();
     let header = encode_header(metadata, &entries);
@@ -92,15 +104,21 @@ fn place_file(
         tensors[at].shard = shard;
         tensors[at].offset = header.len() as u64 + entry.begin;
     }
-    OutputFile { name, len: header.len() as u64 + end, header }
+    OutputFile {
+        name,
+        len: header.len() as u64 + end,
+        header,
+    }
 }
 
 /// `model.safetensors.index.json` as transformers writes it: sorted names, two spaces, a final newline.
 fn index(files: &[OutputFile], tensors: &[OutputTensor]) -> Vec<u8> {
     let mut sorted: Vec<&OutputTensor> = tensors.iter().collect();
     sorted.sort_by(|a, b| a.name.cmp(&b.name));
-    let weight_map: Map<String, Value> =
-        sorted.iter().map(|tensor| (tensor.name.clone(), files[tensor.shard].name.clone().into())).collect();
+    let weight_map: Map<String, Value> = sorted
+        .iter()
+        .map(|tensor| (tensor.name.clone(), files[tensor.shard].name.clone().into()))
+        .collect();
     let total: u64 = tensors.iter().map(|tensor| tensor.len).sum();
     let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
     let mut bytes = serde_json::to_vec_pretty(&index).expect("strings and numbers are JSON");

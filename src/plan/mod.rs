@@ -179,4 +179,3 @@ impl Plan {
         self.weights_quantized as f64 / (self.weights as f64).max(1.0)
     }
 }
-

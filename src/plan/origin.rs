@@ -21,18 +21,28 @@ pub struct Origin {
 pub fn origin(source: &Checkpoint, name: &str) -> Result<Option<Origin>> {
     let whole = |at: usize| {
         let rows = source.tensors[at].shape.first().copied().unwrap_or(1);
-        Some(Origin { tensor: at, first_row: 0, rows })
+        Some(Origin {
+            tensor: at,
+            first_row: 0,
+            rows,
+        })
     };
     if let Some(at) = source.position(name) {
         return Ok(whole(at));
     }
-    let Some((module, suffix)) = name.rsplit_once('.') else { return Ok(None) };
+    let Some((module, suffix)) = name.rsplit_once('.') else {
+        return Ok(None);
+    };
     if let Some((table, part)) = fused_by_part(module) {
         let fused = format!("{}.{suffix}", whole_name(module, table, part));
         if let Some(at) = source.position(&fused) {
             let rows = fused_rows(source, &source.tensors[at])?;
             let first_row = rows[..part].iter().sum();
-            return Ok(Some(Origin { tensor: at, first_row, rows: rows[part] }));
+            return Ok(Some(Origin {
+                tensor: at,
+                first_row,
+                rows: rows[part],
+            }));
         }
     }
     if module == HEAD && suffix == "weight" {
@@ -48,9 +58,17 @@ pub fn origin(source: &Checkpoint, name: &str) -> Result<Option<Origin>> {
 /// # Errors
 /// [`Error::ConfigKeyMissing`]; [`Error::FusedRows`] where they do not add up to the tensor's rows.
 pub(super) fn fused_rows(source: &Checkpoint, tensor: &SourceTensor) -> Result<[usize; 3]> {
-    let missing = |key, hint: Option<String>| Error::ConfigKeyMissing { tensor: tensor.name.clone(), key, hint };
+    let missing = |key, hint: Option<String>| Error::ConfigKeyMissing {
+        tensor: tensor.name.clone(),
+        key,
+        hint,
+    };
     let Some(config) = &source.config else {
-        let hint = if source.is_folder { "the folder has none" } else { "give the folder as --src" };
+        let hint = if source.is_folder {
+            "the folder has none"
+        } else {
+            "give the folder as --src"
+        };
         return Err(missing("num_attention_heads", Some(hint.to_string())));
     };
     let key = |key| config.usize(key).ok_or_else(|| missing(key, None));
@@ -65,7 +83,13 @@ pub(super) fn fused_rows(source: &Checkpoint, tensor: &SourceTensor) -> Result<[
     let (q, kv) = (heads.saturating_mul(head_dim), kv_heads.saturating_mul(head_dim));
     let total = q.saturating_add(kv.saturating_mul(2));
     if total != rows {
-        return Err(Error::FusedRows { tensor: tensor.name.clone(), rows, q, kv, total });
+        return Err(Error::FusedRows {
+            tensor: tensor.name.clone(),
+            rows,
+            q,
+            kv,
+            total,
+        });
     }
     Ok([q, kv, kv])
 }

@@ -15,9 +15,17 @@ struct Pattern {
 impl Pattern {
     /// As Python's fnmatch: `*` crosses every separator, and a backslash is a character.
     fn new(option: &'static str, text: &str) -> Result<Self> {
-        let glob = GlobBuilder::new(text).literal_separator(false).backslash_escape(false).build();
+        let glob = GlobBuilder::new(text)
+            .literal_separator(false)
+            .backslash_escape(false)
+            .build();
         let glob = glob.map_err(|error| Error::BadRequest(format!("--{option} {text:?}: {}", error.kind())))?;
-        Ok(Self { option, text: text.to_string(), matcher: glob.compile_matcher(), used: Cell::new(false) })
+        Ok(Self {
+            option,
+            text: text.to_string(),
+            matcher: glob.compile_matcher(),
+            used: Cell::new(false),
+        })
     }
 
     fn matches(&self, names: &[&str]) -> bool {
@@ -37,7 +45,10 @@ impl Patterns {
         let compile = |option, texts: &[String]| -> Result<Vec<Pattern>> {
             texts.iter().map(|text| Pattern::new(option, text)).collect()
         };
-        Ok(Self { include: compile("include", include)?, exclude: compile("exclude", exclude)? })
+        Ok(Self {
+            include: compile("include", include)?,
+            exclude: compile("exclude", exclude)?,
+        })
     }
 
     /// Why a module that goes by any of `names` is left dense. Every pattern is tried, so that an unused one is seen.
@@ -54,10 +65,16 @@ impl Patterns {
     /// # Errors
     /// [`Error::PatternMatchesNothing`] for the first pattern that no name matched.
     pub fn check_used(&self) -> Result<()> {
-        match self.include.iter().chain(&self.exclude).find(|pattern| !pattern.used.get()) {
-            Some(unused) => {
-                Err(Error::PatternMatchesNothing { option: unused.option, pattern: unused.text.clone() })
-            }
+        match self
+            .include
+            .iter()
+            .chain(&self.exclude)
+            .find(|pattern| !pattern.used.get())
+        {
+            Some(unused) => Err(Error::PatternMatchesNothing {
+                option: unused.option,
+                pattern: unused.text.clone(),
+            }),
             None => Ok(()),
         }
     }
@@ -76,8 +93,14 @@ mod tests {
     fn star_crosses_dots_and_slashes() {
         let patterns = patterns(&["blocks.*"], &["*proj_out*", "blocks.[01].ff"]);
         assert_eq!(patterns.refuse(&["blocks.0.attn/x.to_q"]), None);
-        assert_eq!(patterns.refuse(&["blocks.0.proj_out"]).unwrap(), "--exclude \"*proj_out*\"");
-        assert_eq!(patterns.refuse(&["blocks.1.ff"]).unwrap(), "--exclude \"blocks.[01].ff\"");
+        assert_eq!(
+            patterns.refuse(&["blocks.0.proj_out"]).unwrap(),
+            "--exclude \"*proj_out*\""
+        );
+        assert_eq!(
+            patterns.refuse(&["blocks.1.ff"]).unwrap(),
+            "--exclude \"blocks.[01].ff\""
+        );
         assert_eq!(patterns.refuse(&["head"]).unwrap(), "no --include names it");
         assert!(patterns.check_used().is_ok());
     }

@@ -13,8 +13,14 @@ use crate::tensor::Float;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Suffixes that only packed weights have, of this tool's layouts and its neighbours'.
-const PACKED_SUFFIXES: &[&str] =
-    &[".qweight", ".qzeros", ".weight_packed", ".uintx_packed", ".weight_zero_point", ".weight_scale_inv"];
+const PACKED_SUFFIXES: &[&str] = &[
+    ".qweight",
+    ".qzeros",
+    ".weight_packed",
+    ".uintx_packed",
+    ".weight_zero_point",
+    ".weight_scale_inv",
+];
 
 /// Plans the quantization of `source`.
 ///
@@ -23,8 +29,12 @@ const PACKED_SUFFIXES: &[&str] =
 pub fn plan(request: &Request, source: &Checkpoint) -> Result<Plan> {
     refuse_quantized(source)?;
     let group = request.group.unwrap_or(request.qtype.default_group());
-    let scheme =
-        select(&SchemeRequest { qtype: request.qtype, layout: request.layout, asym: request.asym, group })?;
+    let scheme = select(&SchemeRequest {
+        qtype: request.qtype,
+        layout: request.layout,
+        asym: request.asym,
+        group,
+    })?;
     let judged = Judge::new(request, source, scheme.as_ref(), group)?.judge()?;
     assemble(request, source, scheme, group, judged)
 }
@@ -32,7 +42,11 @@ pub fn plan(request: &Request, source: &Checkpoint) -> Result<Plan> {
 /// # Errors
 /// [`Error::AlreadyQuantized`] with what shows it.
 fn refuse_quantized(source: &Checkpoint) -> Result<()> {
-    let evidence = if source.config.as_ref().is_some_and(|config| config.get("quantization_config").is_some()) {
+    let evidence = if source
+        .config
+        .as_ref()
+        .is_some_and(|config| config.get("quantization_config").is_some())
+    {
         Some("config.json has quantization_config".to_string())
     } else {
         source
@@ -41,7 +55,12 @@ fn refuse_quantized(source: &Checkpoint) -> Result<()> {
             .find(|tensor| PACKED_SUFFIXES.iter().any(|suffix| tensor.name.ends_with(suffix)))
             .map(|tensor| format!("it holds {}", tensor.name))
     };
-    evidence.map_or(Ok(()), |evidence| Err(Error::AlreadyQuantized { path: source.root.clone(), evidence }))
+    evidence.map_or(Ok(()), |evidence| {
+        Err(Error::AlreadyQuantized {
+            path: source.root.clone(),
+            evidence,
+        })
+    })
 }
 
 /// A module that could be quantized: some rows of a source tensor.
@@ -78,8 +97,18 @@ struct Judge<'a> {
 impl<'a> Judge<'a> {
     fn new(request: &'a Request, source: &'a Checkpoint, scheme: &'a dyn Scheme, group: usize) -> Result<Self> {
         let patterns = Patterns::new(&request.include, &request.exclude)?;
-        let layers = source.config.as_ref().and_then(|config| config.usize("num_hidden_layers"));
-        Ok(Self { request, source, scheme, group, patterns, layers })
+        let layers = source
+            .config
+            .as_ref()
+            .and_then(|config| config.usize("num_hidden_layers"));
+        Ok(Self {
+            request,
+            source,
+            scheme,
+            group,
+            patterns,
+            layers,
+        })
     }
 
     fn judge(&self) -> Result<Judged> {
@@ -119,11 +148,24 @@ impl<'a> Judge<'a> {
         let &[rows, columns] = tensor.shape.as_slice() else {
             return dense(format!("{} dimensions, not 2", tensor.shape.len()), judged);
         };
-        let shape = Shape { rows, columns, group: self.group, dtype };
+        let shape = Shape {
+            rows,
+            columns,
+            group: self.group,
+            dtype,
+        };
         if name == HEAD || is_embedding(name) {
-            let asked = if name == HEAD { self.request.quantize_lm_head } else { self.request.quantize_embedding };
+            let asked = if name == HEAD {
+                self.request.quantize_lm_head
+            } else {
+                self.request.quantize_embedding
+            };
             if !asked {
-                let option = if name == HEAD { "--quantize-lm-head" } else { "--quantize-embedding" };
+                let option = if name == HEAD {
+                    "--quantize-lm-head"
+                } else {
+                    "--quantize-embedding"
+                };
                 self.patterns.refuse(&[name]);
                 return dense(format!("only with {option}"), judged);
             }
@@ -144,7 +186,9 @@ impl<'a> Judge<'a> {
                 judged.cuts.insert(at, (table, cut));
                 let bias = format!("{name}.bias");
                 if let Some(at) = self.source.tensors.iter().position(|tensor| tensor.name == bias) {
-                    judged.cuts.insert(at, (table, fused_rows(self.source, &self.source.tensors[at])?));
+                    judged
+                        .cuts
+                        .insert(at, (table, fused_rows(self.source, &self.source.tensors[at])?));
                 }
                 let mut first = 0;
                 for (part, rows) in table.parts.iter().zip(cut) {
@@ -172,9 +216,24 @@ impl<'a> Judge<'a> {
         known_as: &[&str],
     ) {
         let reason = self.patterns.refuse(known_as).or_else(|| self.scheme.refuse(&shape));
-        let report_name = if name == HEAD { HEAD.to_string() } else { format!("{name}.weight") };
-        let module = Module { name: name.to_string(), report_name, tensor: tensor.to_string(), first_row, shape };
-        judged.candidates.push(Candidate { module, tensor: at, set, reason });
+        let report_name = if name == HEAD {
+            HEAD.to_string()
+        } else {
+            format!("{name}.weight")
+        };
+        let module = Module {
+            name: name.to_string(),
+            report_name,
+            tensor: tensor.to_string(),
+            first_row,
+            shape,
+        };
+        judged.candidates.push(Candidate {
+            module,
+            tensor: at,
+            set,
+            reason,
+        });
     }
 
     /// A tied head becomes a quantized copy of the embedding.
@@ -182,14 +241,28 @@ impl<'a> Judge<'a> {
         if !self.request.quantize_lm_head || self.source.tensor("lm_head.weight").is_some() {
             return Ok(());
         }
-        let tied = self.source.config.as_ref().and_then(|config| config.bool("tie_word_embeddings")).unwrap_or(true);
+        let tied = self
+            .source
+            .config
+            .as_ref()
+            .and_then(|config| config.bool("tie_word_embeddings"))
+            .unwrap_or(true);
         let table = self.source.tensors.iter().position(|tensor| {
             tensor.name.strip_suffix(".weight").is_some_and(is_embedding) && tensor.shape.len() == 2
         });
-        let (true, Some(at)) = (tied, table) else { return Err(Error::NoHead) };
+        let (true, Some(at)) = (tied, table) else {
+            return Err(Error::NoHead);
+        };
         let tensor = &self.source.tensors[at];
-        let Some(dtype) = Float::from_dtype(tensor.dtype) else { return Err(Error::NoHead) };
-        let shape = Shape { rows: tensor.shape[0], columns: tensor.shape[1], group: self.group, dtype };
+        let Some(dtype) = Float::from_dtype(tensor.dtype) else {
+            return Err(Error::NoHead);
+        };
+        let shape = Shape {
+            rows: tensor.shape[0],
+            columns: tensor.shape[1],
+            group: self.group,
+            dtype,
+        };
         self.propose(judged, at, HEAD, &tensor.name, 0, shape, None, &[HEAD]);
         Ok(())
     }
@@ -200,17 +273,25 @@ impl<'a> Judge<'a> {
             let reason = candidate.reason.clone().unwrap_or_default();
             let name = &candidate.module.name;
             if name == HEAD {
-                judged.warnings.push(format!("--quantize-lm-head: the head stays dense: {reason}"));
+                judged
+                    .warnings
+                    .push(format!("--quantize-lm-head: the head stays dense: {reason}"));
             } else if is_embedding(name) {
-                judged.warnings.push(format!("--quantize-embedding: {name} stays dense: {reason}"));
+                judged
+                    .warnings
+                    .push(format!("--quantize-embedding: {name} stays dense: {reason}"));
             }
             if !(name == HEAD && candidate.module.tensor != "lm_head.weight") {
                 judged.reasons.entry(candidate.tensor).or_insert(reason);
             }
         }
-        judged.quantized_embedding = judged.candidates.iter().any(|c| c.reason.is_none() && is_embedding(&c.module.name));
-        let (kept, dense): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut judged.candidates).into_iter().partition(|candidate| candidate.reason.is_none());
+        judged.quantized_embedding = judged
+            .candidates
+            .iter()
+            .any(|c| c.reason.is_none() && is_embedding(&c.module.name));
+        let (kept, dense): (Vec<_>, Vec<_>) = std::mem::take(&mut judged.candidates)
+            .into_iter()
+            .partition(|candidate| candidate.reason.is_none());
         // A fused projection that stays dense stays whole, its bias with it.
         for candidate in &dense {
             if judged.cuts.remove(&candidate.tensor).is_some() {
@@ -228,12 +309,26 @@ impl<'a> Judge<'a> {
             return Ok(());
         }
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
-        judged.reasons.values().for_each(|reason| *counts.entry(reason).or_default() += 1);
+        judged
+            .reasons
+            .values()
+            .for_each(|reason| *counts.entry(reason).or_default() += 1);
         let mut counts: Vec<_> = counts.into_iter().collect();
         counts.sort_by(|a, b| b.1.cmp(&a.1));
-        let why = counts.iter().take(4).map(|(reason, count)| format!("{count} x {reason}")).collect::<Vec<_>>();
-        let why = if why.is_empty() { "it has no tensors".to_string() } else { why.join("; ") };
-        Err(Error::NothingToQuantize { path: self.source.root.clone(), why })
+        let why = counts
+            .iter()
+            .take(4)
+            .map(|(reason, count)| format!("{count} x {reason}"))
+            .collect::<Vec<_>>();
+        let why = if why.is_empty() {
+            "it has no tensors".to_string()
+        } else {
+            why.join("; ")
+        };
+        Err(Error::NothingToQuantize {
+            path: self.source.root.clone(),
+            why,
+        })
     }
 }
 
@@ -243,7 +338,9 @@ fn leave_sets_dense(judged: &mut Judged) {
     for candidate in &judged.candidates {
         if let (Some(set), Some(reason)) = (&candidate.set, &candidate.reason) {
             let member = candidate.module.name.rsplit('.').next().unwrap_or_default();
-            broken.entry(set.clone()).or_insert_with(|| format!("its fused set stays dense: {member}: {reason}"));
+            broken
+                .entry(set.clone())
+                .or_insert_with(|| format!("its fused set stays dense: {member}: {reason}"));
         }
     }
     for candidate in &mut judged.candidates {
@@ -261,7 +358,12 @@ fn assemble(
     group: usize,
     judged: Judged,
 ) -> Result<Plan> {
-    let mut build = Build { source, scheme: scheme.as_ref(), items: Vec::new(), tensors: Vec::new() };
+    let mut build = Build {
+        source,
+        scheme: scheme.as_ref(),
+        items: Vec::new(),
+        tensors: Vec::new(),
+    };
     let mut modules: HashMap<usize, Vec<Module>> = HashMap::new();
     for candidate in judged.candidates {
         modules.entry(candidate.tensor).or_default().push(candidate.module);
@@ -272,7 +374,11 @@ fn assemble(
     for (at, tensor) in source.tensors.iter().enumerate() {
         for module in modules.remove(&at).unwrap_or_default() {
             let copy_of_table = module.name == HEAD && module.tensor != "lm_head.weight";
-            weights_quantized += if copy_of_table { 0 } else { module.shape.elements() as u64 };
+            weights_quantized += if copy_of_table {
+                0
+            } else {
+                module.shape.elements() as u64
+            };
             quantized_lm_head |= module.name == HEAD;
             quantized.push(module.name.clone());
             build.encode(at, module);
@@ -305,8 +411,11 @@ fn assemble(
     });
     let dense_linears: Vec<String> = dense_linears(source, &items);
     let mut config = source.config.clone().unwrap_or_default();
-    let context =
-        ConfigContext { quantized: &quantized, dense_linears: &dense_linears, lm_head: quantized_lm_head };
+    let context = ConfigContext {
+        quantized: &quantized,
+        dense_linears: &dense_linears,
+        lm_head: quantized_lm_head,
+    };
     if quantized_lm_head {
         config.set("tie_word_embeddings", false);
     }
@@ -330,7 +439,10 @@ fn assemble(
 }
 
 fn float_elements(source: &Checkpoint) -> u64 {
-    let float = source.tensors.iter().filter(|tensor| Float::from_dtype(tensor.dtype).is_some());
+    let float = source
+        .tensors
+        .iter()
+        .filter(|tensor| Float::from_dtype(tensor.dtype).is_some());
     float.map(|tensor| tensor.shape.iter().product::<usize>() as u64).sum()
 }
 
@@ -360,7 +472,10 @@ fn check_names(tensors: &[OutputTensor], items: &[Item]) -> Result<()> {
                     Work::Encode(module) => module.name.clone(),
                     Work::Copy(dense) => dense.name.clone(),
                 };
-                return Err(Error::NameTaken { tensor: tensor.name.clone(), module });
+                return Err(Error::NameTaken {
+                    tensor: tensor.name.clone(),
+                    module,
+                });
             }
         }
     }
@@ -378,20 +493,35 @@ impl Build<'_> {
     fn push(&mut self, source: SourceRange, work: Work, outputs: Vec<OutputTensor>) {
         let begin = self.tensors.len();
         self.tensors.extend(outputs);
-        self.items.push(Item { source, work, outputs: begin..self.tensors.len() });
+        self.items.push(Item {
+            source,
+            work,
+            outputs: begin..self.tensors.len(),
+        });
     }
 
     fn encode(&mut self, at: usize, module: Module) {
         let tensor = &self.source.tensors[at];
         let row_bytes = module.shape.row_bytes() as u64;
         let offset = tensor.offset + module.first_row as u64 * row_bytes;
-        let source = SourceRange { file: tensor.file, offset, len: module.shape.dense_bytes() };
+        let source = SourceRange {
+            file: tensor.file,
+            offset,
+            len: module.shape.dense_bytes(),
+        };
         let specs = self.scheme.outputs(&module.shape);
         let outputs = specs
             .into_iter()
             .map(|spec| {
                 let (name, len) = (format!("{}.{}", module.name, spec.suffix), spec.bytes());
-                OutputTensor { name, dtype: spec.dtype, shape: spec.shape, shard: 0, offset: 0, len }
+                OutputTensor {
+                    name,
+                    dtype: spec.dtype,
+                    shape: spec.shape,
+                    shard: 0,
+                    offset: 0,
+                    len,
+                }
             })
             .collect();
         self.push(source, Work::Encode(module), outputs);
@@ -399,9 +529,27 @@ impl Build<'_> {
 
     fn copy(&mut self, at: usize, name: String, shape: Vec<usize>, skip: u64, len: u64, reason: &str) {
         let tensor = &self.source.tensors[at];
-        let source = SourceRange { file: tensor.file, offset: tensor.offset + skip, len };
-        let output = OutputTensor { name: name.clone(), dtype: tensor.dtype, shape, shard: 0, offset: 0, len };
-        self.push(source, Work::Copy(Dense { name, reason: reason.to_string() }), vec![output]);
+        let source = SourceRange {
+            file: tensor.file,
+            offset: tensor.offset + skip,
+            len,
+        };
+        let output = OutputTensor {
+            name: name.clone(),
+            dtype: tensor.dtype,
+            shape,
+            shard: 0,
+            offset: 0,
+            len,
+        };
+        self.push(
+            source,
+            Work::Copy(Dense {
+                name,
+                reason: reason.to_string(),
+            }),
+            vec![output],
+        );
     }
 
     /// Rows of a fused tensor under the names of its parts.

@@ -30,11 +30,19 @@ pub(super) struct Fused {
 }
 
 /// Spark's `[q | k | v]`.
-pub(super) const FUSED: &[Fused] =
-    &[Fused { suffix: "self_attn.q_k_v_proj", parts: ["q_proj", "k_proj", "v_proj"] }];
+pub(super) const FUSED: &[Fused] = &[Fused {
+    suffix: "self_attn.q_k_v_proj",
+    parts: ["q_proj", "k_proj", "v_proj"],
+}];
 
 /// What comes before `layers.N.` in a decoder. Vision towers, MTP heads and encoders are named otherwise and stay dense.
-const DECODERS: &[&str] = &["", "model.", "language_model.", "language_model.model.", "model.language_model."];
+const DECODERS: &[&str] = &[
+    "",
+    "model.",
+    "language_model.",
+    "language_model.model.",
+    "model.language_model.",
+];
 
 /// Modules that hold the token embedding, for `--quantize-embedding` and tied heads.
 const EMBEDDINGS: &[&str] = &["embedding", "embed_tokens"];
@@ -55,7 +63,11 @@ fn in_decoder_layer(module: &str) -> Option<InLayer<'_>> {
         let rest = module.strip_prefix(decoder)?.strip_prefix("layers.")?;
         let (index, rest) = rest.split_once('.')?;
         let layer = &module[..module.len() - rest.len() - 1];
-        Some(InLayer { layer, index: index.parse().ok()?, rest })
+        Some(InLayer {
+            layer,
+            index: index.parse().ok()?,
+            rest,
+        })
     })
 }
 
@@ -63,21 +75,35 @@ fn in_decoder_layer(module: &str) -> Option<InLayer<'_>> {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// Quantized; with the name of its fused set, which holds the layer's name.
-    Quantize { set: Option<String> },
-    Dense { reason: String },
+    Quantize {
+        set: Option<String>,
+    },
+    Dense {
+        reason: String,
+    },
 }
 
 /// `layers`: `num_hidden_layers` of config.json; a layer beyond it is a multi-token-prediction head.
 pub(super) fn int4_verdict(module: &str, layers: Option<usize>) -> Verdict {
-    let dense = |reason: &str| Verdict::Dense { reason: reason.to_string() };
+    let dense = |reason: &str| Verdict::Dense {
+        reason: reason.to_string(),
+    };
     let Some(at) = in_decoder_layer(module) else {
         let looks_like = LINEARS.iter().any(|linear| ends_with(module, linear.suffix));
-        return if looks_like { dense("outside the decoder's layers") } else { dense("not a decoder linear") };
+        return if looks_like {
+            dense("outside the decoder's layers")
+        } else {
+            dense("not a decoder linear")
+        };
     };
     let fused = FUSED.iter().any(|fused| fused.suffix == at.rest);
     let Some(linear) = LINEARS.iter().find(|linear| linear.suffix == at.rest) else {
         // A fused projection that is kept whole is quantized as one module.
-        return if fused { within(&at, layers, None) } else { dense("not a layer that is quantized") };
+        return if fused {
+            within(&at, layers, None)
+        } else {
+            dense("not a layer that is quantized")
+        };
     };
     within(&at, layers, linear.set)
 }
@@ -85,9 +111,14 @@ pub(super) fn int4_verdict(module: &str, layers: Option<usize>) -> Verdict {
 fn within(at: &InLayer, layers: Option<usize>, set: Option<&str>) -> Verdict {
     match layers {
         Some(layers) if at.index >= layers => Verdict::Dense {
-            reason: format!("layer {} is beyond num_hidden_layers {layers} (a prediction head)", at.index),
+            reason: format!(
+                "layer {} is beyond num_hidden_layers {layers} (a prediction head)",
+                at.index
+            ),
         },
-        _ => Verdict::Quantize { set: set.map(|set| format!("{}.{set}", at.layer)) },
+        _ => Verdict::Quantize {
+            set: set.map(|set| format!("{}.{set}", at.layer)),
+        },
     }
 }
 
@@ -109,12 +140,18 @@ pub(super) fn fused_by_part(module: &str) -> Option<(&'static Fused, usize)> {
 
 /// Whether the module is the decoder's token embedding.
 pub(super) fn is_embedding(module: &str) -> bool {
-    DECODERS.iter().any(|decoder| module.strip_prefix(decoder).is_some_and(|rest| EMBEDDINGS.contains(&rest)))
+    DECODERS.iter().any(|decoder| {
+        module
+            .strip_prefix(decoder)
+            .is_some_and(|rest| EMBEDDINGS.contains(&rest))
+    })
 }
 
 /// Whether `module` is `suffix` or ends in `.suffix`.
 fn ends_with(module: &str, suffix: &str) -> bool {
-    module.strip_suffix(suffix).is_some_and(|before| before.is_empty() || before.ends_with('.'))
+    module
+        .strip_suffix(suffix)
+        .is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
 #[cfg(test)]
@@ -131,7 +168,10 @@ mod tests {
     #[test]
     fn decoder_linears_are_quantized_and_know_their_set() {
         assert_eq!(set("model.layers.1.self_attn.out_proj"), Some(None));
-        assert_eq!(set("model.layers.1.mlp.up_proj"), Some(Some("model.layers.1.mlp.gate/up".into())));
+        assert_eq!(
+            set("model.layers.1.mlp.up_proj"),
+            Some(Some("model.layers.1.mlp.gate/up".into()))
+        );
         assert_eq!(
             set("model.language_model.layers.0.self_attn.k_proj"),
             Some(Some("model.language_model.layers.0.self_attn.q/k/v".into()))

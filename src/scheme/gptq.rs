@@ -26,7 +26,10 @@ pub(super) struct Gptq {
 
 impl Gptq {
     pub fn written(symmetric: bool) -> Self {
-        Gptq { symmetric, direct_zeros: !symmetric }
+        Gptq {
+            symmetric,
+            direct_zeros: !symmetric,
+        }
     }
 }
 
@@ -49,8 +52,12 @@ impl Layout for Gptq {
     }
 
     fn refuse(&self, shape: &Shape) -> Option<String> {
-        (shape.rows % 8 != 0)
-            .then(|| format!("out_features {} is not divisible by 8, which packed zero points need", shape.rows))
+        (shape.rows % 8 != 0).then(|| {
+            format!(
+                "out_features {} is not divisible by 8, which packed zero points need",
+                shape.rows
+            )
+        })
     }
 
     fn pieces(&self, shape: &Shape, rows: &Range<usize>) -> Vec<Piece> {
@@ -76,15 +83,33 @@ impl Layout for Gptq {
     fn check_constants(&self, shape: &Shape, outputs: &[Buffer]) -> Option<StoredFault> {
         let g_idx = outputs[G_IDX].of::<i32>();
         let k = (0..g_idx.len()).find(|&k| g_idx[k] != (k / shape.group) as i32)?;
-        let what = format!("says group {} for input {k}, where k / {} is {}", g_idx[k], shape.group, k / shape.group);
+        let what = format!(
+            "says group {} for input {k}, where k / {} is {}",
+            g_idx[k],
+            shape.group,
+            k / shape.group
+        );
         Some(StoredFault { suffix: "g_idx", what })
     }
 
     fn pack(&self, level: Level, at: &Rows, codes: RowCodes, outputs: &mut [Buffer]) {
         let (stride, first, count) = (at.tile.len(), at.first(), at.count());
         let (words, groups) = (at.shape.columns / 8, at.shape.groups());
-        transpose(level, codes.words, count, words, &mut outputs[QWEIGHT].of_mut::<u32>()[first..], stride);
-        transpose_u16(codes.scales, count, groups, &mut outputs[SCALES].of_mut::<u16>()[first..], stride);
+        transpose(
+            level,
+            codes.words,
+            count,
+            words,
+            &mut outputs[QWEIGHT].of_mut::<u32>()[first..],
+            stride,
+        );
+        transpose_u16(
+            codes.scales,
+            count,
+            groups,
+            &mut outputs[SCALES].of_mut::<u16>()[first..],
+            stride,
+        );
         let qzeros = &mut outputs[QZEROS].of_mut::<u32>()[first / 8..];
         if self.symmetric {
             for group in qzeros.chunks_mut(stride / 8) {
@@ -99,8 +124,21 @@ impl Layout for Gptq {
     fn unpack(&self, level: Level, at: &Rows, outputs: &[Buffer], codes: RowCodesMut) {
         let (stride, first, count) = (at.tile.len(), at.first(), at.count());
         let (words, groups) = (at.shape.columns / 8, at.shape.groups());
-        untranspose(level, &outputs[QWEIGHT].of::<u32>()[first..], stride, count, words, codes.words);
-        untranspose_u16(&outputs[SCALES].of::<u16>()[first..], stride, count, groups, codes.scales);
+        untranspose(
+            level,
+            &outputs[QWEIGHT].of::<u32>()[first..],
+            stride,
+            count,
+            words,
+            codes.words,
+        );
+        untranspose_u16(
+            &outputs[SCALES].of::<u16>()[first..],
+            stride,
+            count,
+            groups,
+            codes.scales,
+        );
         let qzeros = &outputs[QZEROS].of::<u32>()[first / 8..];
         unpack_rows(qzeros, stride / 8, count, groups, NibbleOrder::Sequential, codes.zeros);
         if !self.direct_zeros {
@@ -119,7 +157,9 @@ impl Layout for Gptq {
             "checkpoint_format": if self.direct_zeros { "gptq_v2" } else { "gptq" },
             "lm_head": context.lm_head,
         });
-        let Value::Object(config) = config else { unreachable!("json! of braces is an object") };
+        let Value::Object(config) = config else {
+            unreachable!("json! of braces is an object")
+        };
         config
     }
 
@@ -130,7 +170,10 @@ impl Layout for Gptq {
                 suffix: "qweight",
                 what: format!("is {dtype:?} {shape:?}, where the layout has I32 [in_features / 8, out_features]"),
             }),
-            None => Err(StoredFault { suffix: "qweight", what: "is missing".into() }),
+            None => Err(StoredFault {
+                suffix: "qweight",
+                what: "is missing".into(),
+            }),
         }
     }
 }

@@ -142,10 +142,16 @@ impl<L: Layout> Scheme for Int4<L> {
 
     fn refuse(&self, shape: &Shape) -> Option<String> {
         if shape.columns == 0 || shape.rows == 0 {
-            return Some(format!("its shape [{}, {}] holds no weights", shape.rows, shape.columns));
+            return Some(format!(
+                "its shape [{}, {}] holds no weights",
+                shape.rows, shape.columns
+            ));
         }
         if shape.columns % shape.group != 0 {
-            return Some(format!("in_features {} is not divisible by the group of {}", shape.columns, shape.group));
+            return Some(format!(
+                "in_features {} is not divisible by the group of {}",
+                shape.columns, shape.group
+            ));
         }
         self.0.refuse(shape)
     }
@@ -167,8 +173,17 @@ impl<L: Layout> Scheme for Int4<L> {
         out: &mut TileBuffers,
     ) -> Result<TileStats, TileError> {
         self.lay_out(shape, tile, out);
-        let mut stats = TileStats { first_block: tile.begin / BLOCK_ROWS, ..TileStats::default() };
-        let Scratch { source, words, scales, zeros, sums } = &mut out.scratch;
+        let mut stats = TileStats {
+            first_block: tile.begin / BLOCK_ROWS,
+            ..TileStats::default()
+        };
+        let Scratch {
+            source,
+            words,
+            scales,
+            zeros,
+            sums,
+        } = &mut out.scratch;
         for rows in row_steps(tile, Self::step(shape)) {
             let count = rows.len();
             let source = source.take::<u8>(count * shape.row_bytes());
@@ -177,14 +192,24 @@ impl<L: Layout> Scheme for Int4<L> {
             let words = words.take::<u32>(count * shape.columns / 8);
             let scales = scales.take::<u16>(count * shape.groups());
             let zeros = zeros.take::<u8>(count * shape.groups());
-            let encoded = kernel::Tile { words, scales, zeros, sums };
+            let encoded = kernel::Tile {
+                words,
+                scales,
+                zeros,
+                sums,
+            };
             let asym = !self.0.symmetric();
             let counts = kernel::encode(level, shape.dtype, source, shape.columns, shape.group, asym, encoded)
                 .map_err(|fault| TileError::Fault(fault.shifted(rows.start * shape.columns)))?;
             stats.counts += counts;
             fold_rows(sums, &mut stats.blocks);
-            let at = Rows { shape, tile: tile.begin..tile.end, rows };
-            self.0.pack(level, &at, RowCodes { words, scales, zeros }, &mut out.outputs);
+            let at = Rows {
+                shape,
+                tile: tile.begin..tile.end,
+                rows,
+            };
+            self.0
+                .pack(level, &at, RowCodes { words, scales, zeros }, &mut out.outputs);
         }
         if tile.begin == 0 {
             self.0.constants(shape, &mut out.outputs);
@@ -206,21 +231,45 @@ impl<L: Layout> Scheme for Int4<L> {
         if tile.begin == 0 {
             faults.extend(self.0.check_constants(shape, &out.outputs));
         }
-        let mut stats = TileStats { first_block: tile.begin / BLOCK_ROWS, ..TileStats::default() };
-        let Scratch { source, words, scales, zeros, sums } = &mut out.scratch;
+        let mut stats = TileStats {
+            first_block: tile.begin / BLOCK_ROWS,
+            ..TileStats::default()
+        };
+        let Scratch {
+            source,
+            words,
+            scales,
+            zeros,
+            sums,
+        } = &mut out.scratch;
         for rows in row_steps(tile, Self::step(shape)) {
             let count = rows.len();
             let words = words.take::<u32>(count * shape.columns / 8);
             let scales = scales.take::<u16>(count * shape.groups());
             let zeros = zeros.take::<u8>(count * shape.groups());
-            let at = Rows { shape, tile: tile.begin..tile.end, rows };
-            self.0.unpack(level, &at, &out.outputs, RowCodesMut { words, scales, zeros });
+            let at = Rows {
+                shape,
+                tile: tile.begin..tile.end,
+                rows,
+            };
+            self.0
+                .unpack(level, &at, &out.outputs, RowCodesMut { words, scales, zeros });
             faults.extend(self.check_groups(&at, scales, zeros));
             if let Some(weights) = weights.as_deref_mut() {
                 let source = source.take::<u8>(count * shape.row_bytes());
                 weights.read((at.rows.start * shape.row_bytes()) as u64, source)?;
                 sums.resize(count, ErrorSums::default());
-                kernel::measure(level, shape.dtype, source, shape.columns, shape.group, words, scales, zeros, sums);
+                kernel::measure(
+                    level,
+                    shape.dtype,
+                    source,
+                    shape.columns,
+                    shape.group,
+                    words,
+                    scales,
+                    zeros,
+                    sums,
+                );
                 fold_rows(sums, &mut stats.blocks);
             }
         }
@@ -240,22 +289,33 @@ impl<L: Layout> Scheme for Int4<L> {
         let mut dense = std::mem::take(&mut out.scratch.source);
         let row_bytes = shape.columns * dtype.size();
         let all = dense.take::<u8>((tile.end - tile.begin) * row_bytes);
-        let Scratch { words, scales, zeros, .. } = &mut out.scratch;
+        let Scratch {
+            words, scales, zeros, ..
+        } = &mut out.scratch;
         for rows in row_steps(tile, Self::step(shape)) {
             let count = rows.len();
             let words = words.take::<u32>(count * shape.columns / 8);
             let scales = scales.take::<u16>(count * shape.groups());
             let zeros = zeros.take::<u8>(count * shape.groups());
-            let at = Rows { shape, tile: tile.begin..tile.end, rows };
-            self.0.unpack(level, &at, &out.outputs, RowCodesMut { words, scales, zeros });
+            let at = Rows {
+                shape,
+                tile: tile.begin..tile.end,
+                rows,
+            };
+            self.0
+                .unpack(level, &at, &out.outputs, RowCodesMut { words, scales, zeros });
             let into = &mut all[at.first() * row_bytes..(at.first() + count) * row_bytes];
             kernel::decode(level, words, scales, zeros, shape.columns, shape.group, dtype, into);
         }
         // The dense rows become output 0, and its old buffer the scratch of the next tile.
         std::mem::swap(&mut out.outputs[0], &mut dense);
         out.scratch.source = dense;
-        out.pieces =
-            vec![Piece::run(0, 0, (tile.begin * row_bytes) as u64, (tile.end - tile.begin) * row_bytes)];
+        out.pieces = vec![Piece::run(
+            0,
+            0,
+            (tile.begin * row_bytes) as u64,
+            (tile.end - tile.begin) * row_bytes,
+        )];
         Ok(())
     }
 
@@ -270,17 +330,28 @@ impl<L: Layout> Scheme for Int4<L> {
         fallback: Float,
     ) -> Result<Shape, StoredFault> {
         let (rows, columns) = self.0.dense_size(outputs, group)?;
-        let shape = Shape { rows, columns, group, dtype: fallback };
+        let shape = Shape {
+            rows,
+            columns,
+            group,
+            dtype: fallback,
+        };
         for (expected, found) in self.outputs(&shape).iter().zip(outputs) {
             let Some((dtype, found)) = found else {
-                return Err(StoredFault { suffix: expected.suffix, what: "is missing".into() });
+                return Err(StoredFault {
+                    suffix: expected.suffix,
+                    what: "is missing".into(),
+                });
             };
             if *dtype != expected.dtype || *found != expected.shape {
                 let what = format!(
                     "is {dtype:?} {found:?}, where the module's other tensors and the group of {group} make it {:?} {:?}",
                     expected.dtype, expected.shape
                 );
-                return Err(StoredFault { suffix: expected.suffix, what });
+                return Err(StoredFault {
+                    suffix: expected.suffix,
+                    what,
+                });
             }
         }
         Ok(shape)
@@ -311,16 +382,25 @@ impl<L: Layout> Int4<L> {
                 zeros[index],
                 place(index)
             );
-            return Some(StoredFault { suffix: L::SUFFIXES[self.zeros_output()], what });
+            return Some(StoredFault {
+                suffix: L::SUFFIXES[self.zeros_output()],
+                what,
+            });
         }
         None
     }
 
     fn scales_output(&self) -> usize {
-        L::SUFFIXES.iter().position(|suffix| suffix.ends_with("scales") || suffix.ends_with("scale")).unwrap_or(0)
+        L::SUFFIXES
+            .iter()
+            .position(|suffix| suffix.ends_with("scales") || suffix.ends_with("scale"))
+            .unwrap_or(0)
     }
 
     fn zeros_output(&self) -> usize {
-        L::SUFFIXES.iter().position(|suffix| suffix.contains("zero")).unwrap_or(0)
+        L::SUFFIXES
+            .iter()
+            .position(|suffix| suffix.contains("zero"))
+            .unwrap_or(0)
     }
 }

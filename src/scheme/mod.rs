@@ -98,7 +98,14 @@ pub struct Piece {
 impl Piece {
     /// One unbroken run.
     pub fn run(output: usize, from: usize, offset: u64, width: usize) -> Self {
-        Self { output, from, offset, width, count: 1, stride: 0 }
+        Self {
+            output,
+            from,
+            offset,
+            width,
+            count: 1,
+            stride: 0,
+        }
     }
 
     /// `count` runs; joined into one where they touch.
@@ -106,7 +113,14 @@ impl Piece {
         if width as u64 == stride {
             Self::run(output, 0, offset, width * count)
         } else {
-            Self { output, from: 0, offset, width, count, stride }
+            Self {
+                output,
+                from: 0,
+                offset,
+                width,
+                count,
+                stride,
+            }
         }
     }
 
@@ -169,7 +183,10 @@ pub trait Stored {
 
 /// Reads a piece's runs into `into`, one after the other.
 pub fn read_piece(stored: &mut dyn Stored, piece: &Piece, into: &mut [u8]) -> Result<(), Error> {
-    for (run, chunk) in into[piece.from..piece.from + piece.bytes()].chunks_exact_mut(piece.width.max(1)).enumerate() {
+    for (run, chunk) in into[piece.from..piece.from + piece.bytes()]
+        .chunks_exact_mut(piece.width.max(1))
+        .enumerate()
+    {
         stored.read(piece.output, piece.offset + run as u64 * piece.stride, chunk)?;
     }
     Ok(())
@@ -279,7 +296,11 @@ fn row_tiles(shape: &Shape, step: usize, most: usize) -> Vec<Tile> {
         .step_by(each.max(1))
         .map(|begin| {
             let end = (begin + each).min(shape.rows);
-            Tile { begin, end, source_bytes: ((end - begin) * shape.row_bytes()) as u64 }
+            Tile {
+                begin,
+                end,
+                source_bytes: ((end - begin) * shape.row_bytes()) as u64,
+            }
         })
         .collect()
 }

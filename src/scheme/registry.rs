@@ -64,7 +64,11 @@ struct Row {
     recognise: fn(&Map<String, Value>) -> Option<Result<Recognised, String>>,
 }
 
-const ROWS: &[Row] = &[Row { name: "gptq", select: select_gptq, recognise: recognise_gptq }];
+const ROWS: &[Row] = &[Row {
+    name: "gptq",
+    select: select_gptq,
+    recognise: recognise_gptq,
+}];
 
 /// Names for `--layout`.
 pub const ALL_LAYOUTS: &[&str] = &["gptq"];
@@ -76,7 +80,10 @@ pub const ALL_LAYOUTS: &[&str] = &["gptq"];
 pub fn select(request: &Request) -> Result<Box<dyn Scheme>> {
     let name = request.layout.unwrap_or("gptq");
     let row = ROWS.iter().find(|row| row.name == name);
-    row.map_or_else(|| Err(Error::BadRequest(format!("--layout {name} is not known"))), |row| (row.select)(request))
+    row.map_or_else(
+        || Err(Error::BadRequest(format!("--layout {name} is not known"))),
+        |row| (row.select)(request),
+    )
 }
 
 /// The scheme that wrote a checkpoint with this `quantization_config`, or the reason it cannot be read.
@@ -90,7 +97,10 @@ pub fn recognise(config: &Map<String, Value>) -> Result<Recognised, String> {
 /// Packed words hold eight codes along K.
 fn check_int4_group(group: usize) -> Result<()> {
     if group == 0 || group % 8 != 0 {
-        return Err(Error::BadGroup { group, why: "int4 packs 8 codes in a word, so the group is a multiple of 8" });
+        return Err(Error::BadGroup {
+            group,
+            why: "int4 packs 8 codes in a word, so the group is a multiple of 8",
+        });
     }
     Ok(())
 }
@@ -114,12 +124,26 @@ fn read_gptq(config: &Map<String, Value>) -> Result<Recognised, String> {
     if config.get("desc_act").and_then(Value::as_bool).unwrap_or(false) {
         return Err("desc_act is true, and this tool reads groups in order only".into());
     }
-    let direct_zeros = match config.get("checkpoint_format").and_then(Value::as_str).unwrap_or("gptq") {
+    let direct_zeros = match config
+        .get("checkpoint_format")
+        .and_then(Value::as_str)
+        .unwrap_or("gptq")
+    {
         "gptq" => false,
         "gptq_v2" => true,
-        other => return Err(format!("checkpoint_format {other:?} is neither \"gptq\" nor \"gptq_v2\"")),
+        other => {
+            return Err(format!(
+                "checkpoint_format {other:?} is neither \"gptq\" nor \"gptq_v2\""
+            ))
+        }
     };
-    Ok(Recognised { scheme: Box::new(Int4(Gptq { symmetric, direct_zeros })), group })
+    Ok(Recognised {
+        scheme: Box::new(Int4(Gptq {
+            symmetric,
+            direct_zeros,
+        })),
+        group,
+    })
 }
 
 fn require_bits(config: &Map<String, Value>) -> Result<(), String> {
@@ -130,7 +154,10 @@ fn require_bits(config: &Map<String, Value>) -> Result<(), String> {
 }
 
 fn read_group(config: &Map<String, Value>) -> Result<usize, String> {
-    let group = config.get("group_size").and_then(Value::as_u64).ok_or("group_size is missing")? as usize;
+    let group = config
+        .get("group_size")
+        .and_then(Value::as_u64)
+        .ok_or("group_size is missing")? as usize;
     check_int4_group(group).map_err(|error| error.to_string())?;
     Ok(group)
 }
