@@ -13,7 +13,7 @@ use rustix::fs::{fallocate, flock, FallocateFlags, FlockOperation, RenameFlags, 
 use rustix::io::{retry_on_intr, Errno};
 use tempfile::TempDir;
 
-use super::destination::{free_bytes, inspect, resolve, Existing};
+use super::destination::{check_space, inspect, resolve, Existing};
 use super::header::open_regular;
 use super::sidecars::Sidecar;
 use crate::error::{Error, Result};
@@ -314,14 +314,11 @@ fn reserve(path: &Path, file: &File, len: u64) -> Result<()> {
     if len == 0 {
         return Ok(());
     }
+    // Asked first: some file systems fill the disk before they say that it is too small.
+    check_space(path, len)?;
     match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, len)) {
         Ok(()) => Ok(()),
         Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => file.set_len(len).map_err(Error::io(path, "sizing")),
-        Err(Errno::NOSPC) => Err(Error::DiskTooSmall {
-            path: path.to_path_buf(),
-            needed: len,
-            free: free_bytes(path)?,
-        }),
         Err(e) => Err(Error::io(path, "reserving space")(e.into())),
     }
 }
