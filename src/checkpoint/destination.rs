@@ -3,7 +3,7 @@
 use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
-use serde::Deserialize;
+use serde_json::Value;
 
 use super::header::open_regular;
 use super::sidecars::{REPORT, SKIPPED_FOLDERS};
@@ -102,10 +102,6 @@ pub(super) fn inspect(target: &Path, overwrite: bool) -> Result<Existing> {
 
 /// What shows that a folder is not just a checkpoint of this tool, or `None`.
 fn foreign(folder: &Path) -> Result<Option<String>> {
-    #[derive(Deserialize)]
-    struct Report {
-        tool: String,
-    }
     // This tool never writes these, so there is work of someone else's in them.
     if let Some(name) = SKIPPED_FOLDERS
         .iter()
@@ -122,10 +118,11 @@ fn foreign(folder: &Path) -> Result<Option<String>> {
         .0
         .read_to_end(&mut bytes)
         .map_err(Error::io(&path, "reading"))?;
-    Ok(match serde_json::from_slice::<Report>(&bytes) {
-        Ok(report) if report.tool.starts_with(TOOL_MARK) => None,
-        Ok(report) => Some(format!("a {REPORT} of {:?}", report.tool)),
-        Err(_) => Some(format!("a {REPORT} that does not name its tool")),
+    let report: Option<Value> = serde_json::from_slice(&bytes).ok();
+    Ok(match report.as_ref().and_then(|report| report.get("tool")?.as_str()) {
+        Some(tool) if tool.starts_with(TOOL_MARK) => None,
+        Some(tool) => Some(format!("a {REPORT} of {tool:?}")),
+        None => Some(format!("a {REPORT} that does not name its tool")),
     })
 }
 

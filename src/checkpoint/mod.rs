@@ -1,4 +1,8 @@
 //! What a checkpoint is on disk: headers, positioned reads, the staged writer, `config.json` and sidecars.
+//!
+//! Reading: [`Checkpoint::open`] checks a folder or a file by its headers alone, one [`Reader`] per worker then reads
+//! ranges of it. Writing: [`check_destination`] and [`check_space`] before the first byte, then [`Staging`] builds the
+//! new checkpoint beside its destination, [`OutFile`]s taking tiles from any thread, and renames it in one step.
 
 mod config;
 mod destination;

@@ -1,7 +1,6 @@
 //! A checkpoint that is read: its files, tensors, config and sidecars, from headers alone.
 
 use std::collections::{HashMap, HashSet};
-use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
@@ -242,12 +241,13 @@ fn open_folder(folder: &Path) -> Result<Checkpoint> {
     Ok(checkpoint)
 }
 
-/// Names directly in the folder, sorted. Those that are not UTF-8 are no name of a weight or an index, and left out.
+/// Names directly in the folder, sorted. A weight whose name is not UTF-8 is not found under the name made of it here:
+/// an error, where leaving the name out would lose its tensors in silence.
 fn list_names(folder: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(Error::io(folder, "listing"))? {
-        let name = entry.map_err(Error::io(folder, "listing"))?.file_name();
-        names.extend(OsStr::to_str(&name).map(str::to_string));
+        let entry = entry.map_err(Error::io(folder, "listing"))?;
+        names.push(entry.file_name().to_string_lossy().into_owned());
     }
     names.sort();
     Ok(names)
