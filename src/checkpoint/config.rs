@@ -78,6 +78,16 @@ impl Config {
         self.get(key).and_then(Value::as_bool).or_else(nested)
     }
 
+    /// A text at the top level or, where it is not there, in `text_config`.
+    pub fn text(&self, key: &str) -> Option<&str> {
+        let nested = || self.get(NESTED)?.get(key)?.as_str();
+        self.get(key).and_then(Value::as_str).or_else(nested)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.map.is_empty()
+    }
+
     /// Replaces a top-level value in its place, or appends it.
     pub fn set(&mut self, key: &str, value: impl Into<Value>) {
         self.map.insert(key.to_string(), value.into());

@@ -13,6 +13,9 @@ pub const CONFIG: &str = "config.json";
 /// Written by a run; says that a folder is this tool's.
 pub const REPORT: &str = "quantization_report.json";
 
+/// What a run that makes a checkpoint dense writes instead.
+pub const DENSE_REPORT: &str = "dequantization_report.json";
+
 /// Folders of tools, not of the checkpoint.
 pub(super) const SKIPPED_FOLDERS: [&str; 2] = [".git", ".cache"];
 
@@ -142,7 +145,8 @@ fn is_excluded(relative: &Path) -> bool {
         .iter()
         .any(|extension| has_extension(indexed.unwrap_or(&name), extension))
         || indexed.is_some_and(|weights| weights.ends_with(shards::EXTENSION))
-        || at_top && (name == CONFIG || name == REPORT || name.ends_with(shards::EXTENSION))
+        || at_top
+            && ([CONFIG, REPORT, DENSE_REPORT].iter().any(|known| name == *known) || name.ends_with(shards::EXTENSION))
 }
 
 #[cfg(test)]
