@@ -52,6 +52,9 @@ const COPY_TASK: u64 = 64 << 20;
 /// Dense bytes read, hashed and written at a time: they stay in a core's second-level cache.
 pub(crate) const COPY_STEP: usize = 512 << 10;
 
+/// A tensor of at least this many bytes goes to the disk as soon as it is written, while others are encoded.
+const WRITEBACK_BYTES: u64 = 1 << 20;
+
 enum Task<'a> {
     Encode {
         item: &'a Item,
@@ -447,21 +450,26 @@ impl Run<'_> {
     /// Notes that one more task has written its part of a tensor. The last one hashes it, by reading it back where the
     /// parts were not in order.
     fn finished(&self, at: usize, chunk: &mut Vec<u8>) -> Result<()> {
-        let state = &self.tensors[at];
-        if state.remaining.fetch_sub(1, Ordering::AcqRel) != 1 || state.hash.get().is_some() {
+        let (state, tensor) = (&self.tensors[at], &self.plan.tensors[at]);
+        if state.remaining.fetch_sub(1, Ordering::AcqRel) != 1 {
             return Ok(());
         }
-        let tensor = &self.plan.tensors[at];
-        let mut hasher = XxHash3_128::new();
-        chunk.resize(COPY_STEP, 0);
-        let mut offset = 0;
-        while offset < tensor.len {
-            let step = (tensor.len - offset).min(COPY_STEP as u64) as usize;
-            self.files[tensor.shard].read_exact_at(&mut chunk[..step], tensor.offset + offset)?;
-            hasher.write(&chunk[..step]);
-            offset += step as u64;
+        let file = &self.files[tensor.shard];
+        if state.hash.get().is_none() {
+            let mut hasher = XxHash3_128::new();
+            chunk.resize(COPY_STEP, 0);
+            let mut offset = 0;
+            while offset < tensor.len {
+                let step = (tensor.len - offset).min(COPY_STEP as u64) as usize;
+                file.read_exact_at(&mut chunk[..step], tensor.offset + offset)?;
+                hasher.write(&chunk[..step]);
+                offset += step as u64;
+            }
+            state.hash.get_or_init(|| hasher.finish_128());
         }
-        state.hash.get_or_init(|| hasher.finish_128());
+        if tensor.len >= WRITEBACK_BYTES {
+            file.start_writeback(tensor.offset, tensor.len);
+        }
         Ok(())
     }
 

@@ -186,7 +186,10 @@ impl Lanes for Avx2 {
         // SAFETY: `self` exists only where the CPU has the instructions; 16 bytes are read from an array of 16.
         unsafe {
             let bytes = _mm_loadu_si128(bytes.as_ptr().cast());
-            [_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes))]
+            [
+                _mm256_cvtepu8_epi32(bytes),
+                _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes)),
+            ]
         }
     }
 
@@ -210,9 +213,15 @@ impl Lanes for Avx2 {
         // SAFETY: `self` exists only where the CPU has the instructions.
         unsafe {
             let (low, high) = (_mm256_unpacklo_ps(even[0], odd[0]), _mm256_unpackhi_ps(even[0], odd[0]));
-            let a = [_mm256_permute2f128_ps::<0x20>(low, high), _mm256_permute2f128_ps::<0x31>(low, high)];
+            let a = [
+                _mm256_permute2f128_ps::<0x20>(low, high),
+                _mm256_permute2f128_ps::<0x31>(low, high),
+            ];
             let (low, high) = (_mm256_unpacklo_ps(even[1], odd[1]), _mm256_unpackhi_ps(even[1], odd[1]));
-            let b = [_mm256_permute2f128_ps::<0x20>(low, high), _mm256_permute2f128_ps::<0x31>(low, high)];
+            let b = [
+                _mm256_permute2f128_ps::<0x20>(low, high),
+                _mm256_permute2f128_ps::<0x31>(low, high),
+            ];
             (a, b)
         }
     }

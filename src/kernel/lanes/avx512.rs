@@ -130,7 +130,12 @@ impl Lanes for Avx512 {
     fn interleave(self, even: __m512, odd: __m512) -> (__m512, __m512) {
         let (low, high) = (self.load(&LOW), self.load(&HIGH));
         // SAFETY: `self` exists only where the CPU has the instructions.
-        unsafe { (_mm512_permutex2var_ps(even, low, odd), _mm512_permutex2var_ps(even, high, odd)) }
+        unsafe {
+            (
+                _mm512_permutex2var_ps(even, low, odd),
+                _mm512_permutex2var_ps(even, high, odd),
+            )
+        }
     }
 
     #[inline(always)]
