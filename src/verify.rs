@@ -70,6 +70,7 @@ pub fn verify(dst: &Path, against: Against, settings: &Settings, watch: &dyn Wat
         Err(error) => return Err(error),
     };
     let report = read_report(dst, &mut outcome)?;
+    outcome.folder(&checkpoint, report.as_ref());
     let Some(recognised) = recognised(&checkpoint, report.as_ref(), &mut outcome)? else {
         return Ok(outcome);
     };
@@ -84,6 +85,23 @@ pub fn verify(dst: &Path, against: Against, settings: &Settings, watch: &dyn Wat
 }
 
 impl Outcome {
+    /// What the files say of each other. Where this tool wrote them, nothing may be odd about them.
+    fn folder(&mut self, checkpoint: &Checkpoint, report: Option<&Report>) {
+        for warning in &checkpoint.warnings {
+            match report {
+                Some(_) => self.find(checkpoint.root.display(), warning),
+                None => self.notes.push(warning.clone()),
+            }
+        }
+        if checkpoint.files.len() > 1 && !checkpoint.indexed {
+            let index = format!("{}.safetensors.index.json", checkpoint.stem);
+            self.find(
+                index,
+                format!("is missing, and {} files need it", checkpoint.files.len()),
+            );
+        }
+    }
+
     fn find(&mut self, subject: impl ToString, what: impl ToString) {
         self.findings.push(Finding {
             subject: subject.to_string(),
@@ -259,6 +277,17 @@ impl<'a> Check<'a> {
         }
         self.source_is_covered(&covered, outcome);
         outcome.modules = self.stacks.len();
+        let tied = self
+            .checkpoint
+            .config
+            .as_ref()
+            .and_then(|config| config.bool("tie_word_embeddings"));
+        if tied == Some(true) && self.stacks.iter().any(|stack| stack.module.name == "lm_head") {
+            outcome.find(
+                "config.json",
+                "tie_word_embeddings is true, so readers would not load the quantized lm_head",
+            );
+        }
         Ok(())
     }
 
@@ -331,6 +360,10 @@ impl<'a> Check<'a> {
             if !report.xxh3_128.contains_key(&tensor.name) {
                 outcome.find(&tensor.name, "is here and not in the report");
             }
+        }
+        if report.group != self.scheme.group {
+            let what = format!("group is {}, config.json says {}", report.group, self.scheme.group);
+            outcome.find(REPORT_FILE, what);
         }
         let stored: BTreeMap<&str, &Stack> = self
             .stacks
