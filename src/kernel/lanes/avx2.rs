@@ -156,17 +156,6 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn largest_u16(self, [a, b]: I) -> u16 {
-        // SAFETY: `self` exists only where the CPU has the instructions.
-        unsafe {
-            let x = _mm256_max_epu16(a, b);
-            let x = _mm_max_epu16(_mm256_castsi256_si128(x), _mm256_extracti128_si256::<1>(x));
-            // There is an instruction for the smallest of 8, so look for the smallest complement.
-            !_mm_extract_epi16::<0>(_mm_minpos_epu16(_mm_xor_si128(x, _mm_set1_epi32(-1)))) as u16
-        }
-    }
-
-    #[inline(always)]
     fn low_bytes(self, [a, b]: I) -> [u8; 16] {
         let mut bytes = [0; 16];
         // SAFETY: `self` exists only where the CPU has the instructions; 16 bytes are stored to an array of 16.
@@ -186,7 +175,10 @@ impl Lanes for Avx2 {
         // SAFETY: `self` exists only where the CPU has the instructions; 16 bytes are read from an array of 16.
         unsafe {
             let bytes = _mm_loadu_si128(bytes.as_ptr().cast());
-            [_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes))]
+            [
+                _mm256_cvtepu8_epi32(bytes),
+                _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes)),
+            ]
         }
     }
 
@@ -210,9 +202,15 @@ impl Lanes for Avx2 {
         // SAFETY: `self` exists only where the CPU has the instructions.
         unsafe {
             let (low, high) = (_mm256_unpacklo_ps(even[0], odd[0]), _mm256_unpackhi_ps(even[0], odd[0]));
-            let a = [_mm256_permute2f128_ps::<0x20>(low, high), _mm256_permute2f128_ps::<0x31>(low, high)];
+            let a = [
+                _mm256_permute2f128_ps::<0x20>(low, high),
+                _mm256_permute2f128_ps::<0x31>(low, high),
+            ];
             let (low, high) = (_mm256_unpacklo_ps(even[1], odd[1]), _mm256_unpackhi_ps(even[1], odd[1]));
-            let b = [_mm256_permute2f128_ps::<0x20>(low, high), _mm256_permute2f128_ps::<0x31>(low, high)];
+            let b = [
+                _mm256_permute2f128_ps::<0x20>(low, high),
+                _mm256_permute2f128_ps::<0x31>(low, high),
+            ];
             (a, b)
         }
     }
@@ -239,12 +237,6 @@ impl Lanes for Avx2 {
                 _mm256_set_m128i(_mm_unpackhi_epi16(even, odd), _mm_unpacklo_epi16(even, odd))
             })
         }
-    }
-
-    #[inline(always)]
-    fn f16_bits(self, x: f32) -> u16 {
-        // SAFETY: `self` exists only where the CPU has the instructions.
-        unsafe { _mm_extract_epi16::<0>(_mm_cvtps_ph::<NEAREST>(_mm_set_ss(x))) as u16 }
     }
 
     #[inline(always)]
