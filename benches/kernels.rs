@@ -18,7 +18,9 @@ const STRIDE: usize = 2048;
 fn weights(dtype: Float) -> Vec<u8> {
     let mut state = 1_u64;
     let mut uniform = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         (state >> 40) as f32 / (1 << 24) as f32
     };
     let mut bytes = Vec::new();
@@ -51,8 +53,27 @@ impl Outputs {
     }
 
     fn encode(&mut self, level: Level, dtype: Float, src: &[u8], asym: bool) {
-        let Outputs { words, scales, zeros, sums } = self;
-        int4::encode(level, dtype, src, K, GROUP, asym, int4::Tile { words, scales, zeros, sums }).expect("finite");
+        let Outputs {
+            words,
+            scales,
+            zeros,
+            sums,
+        } = self;
+        int4::encode(
+            level,
+            dtype,
+            src,
+            K,
+            GROUP,
+            asym,
+            int4::Tile {
+                words,
+                scales,
+                zeros,
+                sums,
+            },
+        )
+        .expect("finite");
     }
 }
 
@@ -69,12 +90,19 @@ fn arithmetic(c: &mut Criterion) {
                 });
             }
             group.bench_function(BenchmarkId::new("measure", level), |b| {
-                let Outputs { words, scales, zeros, sums } = &mut out;
+                let Outputs {
+                    words,
+                    scales,
+                    zeros,
+                    sums,
+                } = &mut out;
                 b.iter(|| int4::measure(level, dtype, black_box(&src), K, GROUP, words, scales, zeros, sums));
             });
             let mut dst = vec![0; src.len()];
             group.bench_function(BenchmarkId::new("decode", level), |b| {
-                let Outputs { words, scales, zeros, .. } = &out;
+                let Outputs {
+                    words, scales, zeros, ..
+                } = &out;
                 b.iter(|| int4::decode(level, black_box(words), scales, zeros, K, GROUP, dtype, &mut dst));
             });
         }
@@ -84,7 +112,9 @@ fn arithmetic(c: &mut Criterion) {
 
 /// Throughput in bytes of the bf16 weights that the codes stand for, to be compared with the above.
 fn layouts(c: &mut Criterion) {
-    let words: Vec<u32> = (0..(ROWS * K / 8) as u32).map(|i| i.wrapping_mul(2_654_435_761)).collect();
+    let words: Vec<u32> = (0..(ROWS * K / 8) as u32)
+        .map(|i| i.wrapping_mul(2_654_435_761))
+        .collect();
     let mut strip = vec![0; K / 8 * STRIDE];
     let mut awq = vec![0; K * STRIDE / 8];
     let mut back = words.clone();
