@@ -156,17 +156,6 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn largest_u16(self, [a, b]: I) -> u16 {
-        // SAFETY: `self` exists only where the CPU has the instructions.
-        unsafe {
-            let x = _mm256_max_epu16(a, b);
-            let x = _mm_max_epu16(_mm256_castsi256_si128(x), _mm256_extracti128_si256::<1>(x));
-            // There is an instruction for the smallest of 8, so look for the smallest complement.
-            !_mm_extract_epi16::<0>(_mm_minpos_epu16(_mm_xor_si128(x, _mm_set1_epi32(-1)))) as u16
-        }
-    }
-
-    #[inline(always)]
     fn low_bytes(self, [a, b]: I) -> [u8; 16] {
         let mut bytes = [0; 16];
         // SAFETY: `self` exists only where the CPU has the instructions; 16 bytes are stored to an array of 16.
@@ -277,12 +266,6 @@ impl Lanes for Avx2 {
                 _mm256_set_m128i(_mm_unpackhi_epi16(even, odd), _mm_unpacklo_epi16(even, odd))
             })
         }
-    }
-
-    #[inline(always)]
-    fn f16_bits(self, x: f32) -> u16 {
-        // SAFETY: `self` exists only where the CPU has the instructions.
-        unsafe { _mm_extract_epi16::<0>(_mm_cvtps_ph::<NEAREST>(_mm_set_ss(x))) as u16 }
     }
 
     #[inline(always)]

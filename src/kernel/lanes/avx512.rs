@@ -94,21 +94,9 @@ impl Lanes for Avx512 {
 
         fn from_bytes(bytes: &[u8; 16]) -> __m512i = _mm512_cvtepu8_epi32(_mm_loadu_si128(bytes.as_ptr().cast()));
 
-        fn f16_bits(x: f32) -> u16 = _mm_extract_epi16::<0>(_mm_cvtps_ph::<NEAREST>(_mm_set_ss(x))) as u16;
         fn f16_value(bits: u16) -> f32 = _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits))));
 
         fn zero_d() -> __m512d = _mm512_setzero_pd();
-    }
-
-    #[inline(always)]
-    fn largest_u16(self, x: __m512i) -> u16 {
-        // SAFETY: `self` exists only where the CPU has the instructions.
-        unsafe {
-            let x = _mm256_max_epu16(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64::<1>(x));
-            let x = _mm_max_epu16(_mm256_castsi256_si128(x), _mm256_extracti128_si256::<1>(x));
-            // There is an instruction for the smallest of 8, so look for the smallest complement.
-            !_mm_extract_epi16::<0>(_mm_minpos_epu16(_mm_xor_si128(x, _mm_set1_epi32(-1)))) as u16
-        }
     }
 
     #[inline(always)]
