@@ -202,16 +202,17 @@ struct Batch {
     /// `zeros`, but 0 where the reciprocal is infinite: there a positive weight gets the largest code, and a negative
     /// one or 0 (0 * inf is NaN) gets 0.
     shifts: [u32; BATCH],
+    /// 0 where all weights are.
+    ranges: [u32; BATCH],
     finite: bool,
 }
 
 impl Batch {
     #[inline(always)]
-    fn new<L: Lanes, W: Weight>(l: L, mn: &[f32; BATCH], mx: &[f32; BATCH], top: u32) -> Batch {
-        let load = |x: &[f32; BATCH]| l.from_bits(l.load(&x.map(f32::to_bits)));
+    fn new<L: Lanes, W: Weight>(l: L, (mn, mx): (L::F, L::F), top: u32) -> Batch {
         let round = |x: L::F| W::round(l, (x, x)).0;
-        let (mn, none, largest) = (load(mn), l.splat_i(0), l.splat_i(top));
-        let range = round(l.sub(load(mx), mn));
+        let (none, largest) = (l.splat_i(0), l.splat_i(top));
+        let range = round(l.sub(mx, mn));
         let scale = l.bits(round(l.div(range, l.splat(top as f32))));
         // Neither is negative, so that their bits are ordered as they are.
         let scale = l.from_bits(l.max_i32(scale, l.splat_i(SMALLEST_SCALE.to_bits())));
@@ -228,10 +229,12 @@ impl Batch {
             zeros: [0; BATCH],
             reciprocals: [0; BATCH],
             shifts: [0; BATCH],
+            ranges: [0; BATCH],
             finite: l.largest_u32(l.and(l.bits(range), l.splat_i(0x7fff_ffff))) <= F32_LARGEST,
         };
         l.store(l.bits(scale), &mut batch.scales);
         l.store(zero, &mut batch.zeros);
+        l.store(l.bits(range), &mut batch.ranges);
         let stand_in = l.splat_i(BEYOND.to_bits());
         l.store(l.select(infinite, stand_in, l.bits(reciprocal)), &mut batch.reciprocals);
         l.store(l.select(infinite, none, zero), &mut batch.shifts);
@@ -242,21 +245,29 @@ impl Batch {
 /// Bits of the largest finite f32.
 const F32_LARGEST: u32 = 0x7f7f_ffff;
 
-/// `(mn, mx)` of a group, extended to 0; with a NaN or infinite weight their difference is not finite.
+/// `(mn, mx)` of up to 16 groups, one in each lane, extended to 0; with a NaN or infinite weight their difference is not
+/// finite.
 #[inline(always)]
-fn range<L: Lanes, W: Weight>(l: L, group: &[u8]) -> (f32, f32) {
-    let chunks = group.chunks_exact(W::CHUNK);
-    let rest = chunks.remainder();
+fn ranges<L: Lanes, W: Weight>(l: L, src: &[u8], group: usize) -> (L::F, L::F) {
     let none = l.splat_i(0);
-    let mut acc = (none, none);
-    for chunk in chunks {
-        acc = W::raise_both(l, acc, chunk);
+    let (mut positive, mut negative) = ([none; BATCH], [none; BATCH]);
+    for (i, weights) in src.chunks_exact(group * W::SIZE).enumerate() {
+        let chunks = weights.chunks_exact(W::CHUNK);
+        let rest = chunks.remainder();
+        let mut acc = (none, none);
+        for chunk in chunks {
+            acc = W::raise_both(l, acc, chunk);
+        }
+        if !rest.is_empty() {
+            acc = W::raise_both(l, acc, &padded(rest));
+        }
+        (positive[i], negative[i]) = acc;
     }
-    if !rest.is_empty() {
-        acc = W::raise_both(l, acc, &padded(rest));
-    }
-    let (mx, mn) = (W::largest(l, acc.0), W::largest(l, acc.1));
-    (if mn.is_sign_negative() { mn } else { 0.0 }, mx)
+    let mx = W::largest(l, l.transpose(positive));
+    let smallest = W::largest(l, l.transpose(negative));
+    // Without a negative weight the largest pattern is a positive one's.
+    let mn = l.and(smallest, l.sub_i(none, l.shr::<31>(smallest)));
+    (l.from_bits(mn), l.from_bits(mx))
 }
 
 /// The last weights of a group, fewer than 32, with zeros after them. (Sized for f32.)
@@ -387,20 +398,16 @@ impl<W: Weight> Job for Encode<'_, W> {
         let top = (1u32 << bits) - 1;
         let (mut counts, mut sums) = (GroupCounts::default(), Sums::new(l));
         let groups = out.zeros.len();
-        let weights_of = |g: usize| &src[g * group * W::SIZE..][..group * W::SIZE];
         for begin in (0..groups).step_by(BATCH) {
             let held = BATCH.min(groups - begin);
-            let (mut mn, mut mx) = ([0.0; BATCH], [0.0; BATCH]);
-            for i in 0..held {
-                (mn[i], mx[i]) = range::<L, W>(l, weights_of(begin + i));
-                counts.zero += u64::from(mn[i] == 0.0 && mx[i] == 0.0);
-            }
-            let batch = Batch::new::<L, W>(l, &mn, &mx, top);
+            let weights = &src[begin * group * W::SIZE..(begin + held) * group * W::SIZE];
+            let batch = Batch::new::<L, W>(l, ranges::<L, W>(l, weights, group), top);
             if !batch.finite {
                 return Err(diagnose(W::FLOAT, bits, group, src));
             }
             for i in 0..held {
                 let g = begin + i;
+                counts.zero += u64::from(batch.ranges[i] == 0);
                 reference::set_weight(W::FLOAT, out.scales, g, f32::from_bits(batch.scales[i]));
                 out.zeros[g] = batch.zeros[i] as u8;
                 let quantizer = Quantizer {
@@ -412,7 +419,7 @@ impl<W: Weight> Job for Encode<'_, W> {
                     scale: l.splat(f32::from_bits(batch.scales[i])),
                     zero: l.splat_i(batch.zeros[i]),
                 };
-                let chunks = weights_of(g).chunks_exact(W::CHUNK);
+                let chunks = weights[i * group * W::SIZE..][..group * W::SIZE].chunks_exact(W::CHUNK);
                 let rest = chunks.remainder();
                 let (whole, last) = out.codes[g * group..][..group].as_chunks_mut::<32>();
                 for (chunk, out) in chunks.zip(whole) {

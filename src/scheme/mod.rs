@@ -7,6 +7,7 @@
 //! |---|---|
 //! | `int4` | the walk that the three int4 layouts share |
 //! | `gptq` | `qweight`, `qzeros`, `scales`, `g_idx` |
+//! | `uintx` | `uintx_packed`, `uintx_scale`, `uintx_zero_point` |
 //! | `buffer` | cache-line aligned scratch memory |
 //! | `registry` | which scheme a request or a config names |
 
@@ -14,14 +15,17 @@ mod buffer;
 mod gptq;
 mod int4;
 mod registry;
+mod uintx;
 
 pub use buffer::Buffer;
 pub use registry::{recognise, select, QType, Recognised, Request, ALL_LAYOUTS};
 
+use crate::checkpoint::Metadata;
 use crate::error::Error;
 use crate::kernel::Level;
 use crate::tensor::{Dtype, ErrorSums, Fault, Float, GroupCounts};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// The shape of one weight to quantize: `[rows, columns]` = `[out_features, in_features]`, row-major.
@@ -277,6 +281,17 @@ pub trait Scheme: Send + Sync {
     /// Entries for the `__metadata__` of a file that holds `modules`.
     fn file_metadata(&self, _modules: &[(&str, Float)]) -> Option<(String, String)> {
         None
+    }
+
+    /// What a file's `__metadata__` says of its modules: the dtype of the dense weight, or a contradiction. Empty where
+    /// the layout keeps nothing there.
+    fn stored_dtypes(&self, _metadata: &Metadata) -> BTreeMap<String, Result<Float, String>> {
+        BTreeMap::new()
+    }
+
+    /// Whether a file whose source has no `format` in its `__metadata__` gets the one that transformers expects.
+    fn writes_format(&self) -> bool {
+        true
     }
 
     /// The dense shape behind stored tensors, given each output's dtype and shape (`None` where it is missing), for

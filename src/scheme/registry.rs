@@ -2,7 +2,7 @@
 
 use super::gptq::Gptq;
 use super::int4::Int4;
-use super::Scheme;
+use super::{uintx, Scheme};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::fmt;
@@ -78,6 +78,9 @@ pub const ALL_LAYOUTS: &[&str] = &["gptq"];
 /// # Errors
 /// [`Error::BadGroup`] or [`Error::BadRequest`] where the settings do not go together.
 pub fn select(request: &Request) -> Result<Box<dyn Scheme>> {
+    if let QType::Uint(bits) = request.qtype {
+        return uintx::select(bits, request);
+    }
     let name = request.layout.unwrap_or("gptq");
     let row = ROWS.iter().find(|row| row.name == name);
     row.map_or_else(
@@ -88,7 +91,8 @@ pub fn select(request: &Request) -> Result<Box<dyn Scheme>> {
 
 /// The scheme that wrote a checkpoint with this `quantization_config`, or the reason it cannot be read.
 pub fn recognise(config: &Map<String, Value>) -> Result<Recognised, String> {
-    ROWS.iter().find_map(|row| (row.recognise)(config)).unwrap_or_else(|| {
+    let found = ROWS.iter().find_map(|row| (row.recognise)(config));
+    found.or_else(|| uintx::recognise(config)).unwrap_or_else(|| {
         let method = config.get("quant_method").map_or("none".to_string(), Value::to_string);
         Err(format!("quant_method {method} is not one that this tool reads"))
     })
