@@ -3,7 +3,7 @@
 use crate::checkpoint::{check_destination, free_bytes, Checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::Level;
-use crate::plan::{plan, Adapter, plan_dequantize, Plan, Request, Work};
+use crate::plan::{plan, plan_dequantize, Adapter, Plan, Request, Work};
 use crate::progress::{listen_for_signals, Progress};
 use crate::report::{DenseSummary, Report};
 use crate::run::{dequantize, quantize, Settings};
@@ -141,7 +141,8 @@ fn parse_qtype(text: &str) -> Result<QType, String> {
         "uint6" => Ok(QType::Uint(6)),
         "uint7" => Ok(QType::Uint(7)),
         "uint8" => {
-            let why = "torchao 0.10.0 never quantized uint8, it left these layers dense, and so there is nothing to match";
+            let why =
+                "torchao 0.10.0 never quantized uint8, it left these layers dense, and so there is nothing to match";
             Err(why.to_string())
         }
         _ => Err("known types: int4, uint2, uint3, uint4, uint5, uint6, uint7".to_string()),

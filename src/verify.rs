@@ -3,7 +3,7 @@
 
 use crate::checkpoint::{Checkpoint, Reader, SourceTensor, REPORT_FILE};
 use crate::error::{Error, Result};
-use crate::plan::{module_metadata, ModuleMetadata, find_modules, origin, Origin, PackedModule, SourceRange};
+use crate::plan::{find_modules, module_metadata, origin, ModuleMetadata, Origin, PackedModule, SourceRange};
 use crate::pool::{self, Watch};
 use crate::report::{self, Report};
 use crate::run::{ModuleWeights, Settings, COPY_STEP};
@@ -205,11 +205,7 @@ impl<'a> Check<'a> {
     }
 
     /// The dtypes that the files' metadata gives the modules, compared with the source's and the report's.
-    fn metadata(
-        &self,
-        source: impl Fn(&str) -> Option<Float>,
-        outcome: &mut Outcome,
-    ) -> BTreeMap<String, Float> {
+    fn metadata(&self, source: impl Fn(&str) -> Option<Float>, outcome: &mut Outcome) -> BTreeMap<String, Float> {
         let ModuleMetadata { dtypes, faults } = module_metadata(self.checkpoint, self.scheme.scheme.as_ref());
         for (module, what) in faults {
             outcome.find(module, what);

@@ -58,7 +58,10 @@ impl Adapter {
             let bare = || all.iter().find(|name| bare(name) == bare_of(module));
             let alike = || {
                 let wanted = mangle(&module.replace("$$", "."));
-                all.iter().zip(&mangled).find(|(_, name)| **name == wanted).map(|(name, _)| name)
+                all.iter()
+                    .zip(&mangled)
+                    .find(|(_, name)| **name == wanted)
+                    .map(|(name, _)| name)
             };
             let Some(name) = exact.or_else(bare).or_else(alike) else {
                 let (adapter, source) = (self.path.display(), source.root.display());

@@ -36,7 +36,13 @@ pub fn plan_dequantize(source: &Checkpoint, dtype: Option<Float>, max_shard_size
         let path = source.root.clone();
         return Err(Error::BadPacked { path, tensor, what });
     }
-    let dtype_of = |name: &str| metadata.dtypes.get(name).copied().unwrap_or_else(|| original.dtype(name));
+    let dtype_of = |name: &str| {
+        metadata
+            .dtypes
+            .get(name)
+            .copied()
+            .unwrap_or_else(|| original.dtype(name))
+    };
     let mut modules = HashMap::new();
     for (name, found) in find_modules(source, &recognised, std::iter::empty(), dtype_of) {
         let bad = |fault: crate::scheme::StoredFault| Error::BadPacked {

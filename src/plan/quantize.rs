@@ -46,15 +46,17 @@ pub fn plan(request: &Request, source: &Checkpoint) -> Result<Plan> {
 fn check_uintx(request: &Request) -> Result<()> {
     let refuse = |option: &str, why: &str| Err(Error::BadRequest(format!("{option} with {}: {why}", request.qtype)));
     match request.qtype {
-        QType::Uint(_) if request.quantize_lm_head => {
-            refuse("--quantize-lm-head", "a head of its own is quantized as every other linear is")
-        }
+        QType::Uint(_) if request.quantize_lm_head => refuse(
+            "--quantize-lm-head",
+            "a head of its own is quantized as every other linear is",
+        ),
         QType::Uint(_) if request.quantize_embedding => {
             refuse("--quantize-embedding", "ai-toolkit quantizes linears alone")
         }
-        QType::Int4 if request.adapter.is_some() => {
-            refuse("--ara", "accuracy-recovery adapters are trained on uintN bases; add --qtype uint2 .. uint7")
-        }
+        QType::Int4 if request.adapter.is_some() => refuse(
+            "--ara",
+            "accuracy-recovery adapters are trained on uintN bases; add --qtype uint2 .. uint7",
+        ),
         _ => Ok(()),
     }
 }

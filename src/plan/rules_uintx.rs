@@ -46,14 +46,24 @@ const FAMILIES: &[Family] = &[
     Family {
         name: "Wan 2.2",
         class: "WanTransformer3DModel",
-        signs: &["condition_embedder.time_embedder.", "blocks.0.attn1.", "blocks.0.attn2."],
+        signs: &[
+            "condition_embedder.time_embedder.",
+            "blocks.0.attn1.",
+            "blocks.0.attn2.",
+        ],
         excluded: &["condition_embedder", "proj_out"],
     },
     Family {
         name: "Z-Image",
         class: "ZImageTransformer2DModel",
         signs: &["all_x_embedder.", "all_final_layer.", "cap_embedder."],
-        excluded: &["t_embedder", "cap_embedder", "all_x_embedder", "all_final_layer", "siglip_embedder"],
+        excluded: &[
+            "t_embedder",
+            "cap_embedder",
+            "all_x_embedder",
+            "all_final_layer",
+            "siglip_embedder",
+        ],
     },
 ];
 
@@ -64,7 +74,12 @@ impl Family {
         if let Some(Value::String(class)) = class {
             return FAMILIES.iter().find(|family| family.class == class);
         }
-        let has = |sign: &&str| source.tensors.iter().any(|tensor| bare(&tensor.name).starts_with(*sign));
+        let has = |sign: &&str| {
+            source
+                .tensors
+                .iter()
+                .any(|tensor| bare(&tensor.name).starts_with(*sign))
+        };
         FAMILIES.iter().find(|family| family.signs.iter().all(has))
     }
 }
@@ -95,7 +110,14 @@ mod tests {
 
     #[test]
     fn tables_and_norms_stay_dense_and_linears_that_embed_do_not() {
-        for module in ["model.embed_tokens", "wte", "shared", "y_embedder.embedding_table", "norm1", "q_layernorm"] {
+        for module in [
+            "model.embed_tokens",
+            "wte",
+            "shared",
+            "y_embedder.embedding_table",
+            "norm1",
+            "q_layernorm",
+        ] {
             assert!(uintx_refuses(module, None).is_some(), "{module}");
         }
         for module in [

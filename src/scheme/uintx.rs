@@ -32,7 +32,10 @@ pub(super) struct Uintx {
 pub(super) fn select(bits: u8, request: &Request) -> Result<Box<dyn Scheme>, Error> {
     let refuse = |option: &str, why: &str| Err(Error::BadRequest(format!("{option} with uint{bits}: {why}")));
     if let Some(layout) = request.layout {
-        return refuse(&format!("--layout {layout}"), "the layouts are int4's; uintN has one of its own");
+        return refuse(
+            &format!("--layout {layout}"),
+            "the layouts are int4's; uintN has one of its own",
+        );
     }
     if request.asym {
         return refuse("--asym", "uintN always has a zero point per group");
@@ -330,7 +333,11 @@ impl Uintx {
                 }
                 let skip = whole.start - run.codes.start;
                 let region = &mut codes[starts[segment]..][..skip + whole.len()];
-                let known = if together { whole.end.min(run.codes.end) } else { whole.start };
+                let known = if together {
+                    whole.end.min(run.codes.end)
+                } else {
+                    whole.start
+                };
                 let rest = &mut region[known - run.codes.start..];
                 self.read_codes(shape, stored, known..whole.end, bytes, rest)?;
                 each(&run, offsets[segment], &region[skip..])?;
@@ -366,7 +373,12 @@ impl Uintx {
         let index = zeros.iter().position(|&zero| zero > top)?;
         Some(StoredFault {
             suffix: SUFFIXES[ZEROS],
-            what: format!("holds {} at {}, and uint{} ends at {top}", zeros[index], place(index), self.bits),
+            what: format!(
+                "holds {} at {}, and uint{} ends at {top}",
+                zeros[index],
+                place(index),
+                self.bits
+            ),
         })
     }
 }
@@ -385,7 +397,10 @@ impl Scheme for Uintx {
     }
 
     fn outputs(&self, shape: &Shape) -> Vec<OutputSpec> {
-        let packed = shards(self.bits).iter().map(|shard| shard.bytes(shape.elements())).sum();
+        let packed = shards(self.bits)
+            .iter()
+            .map(|shard| shard.bytes(shape.elements()))
+            .sum();
         let (n, g) = (shape.rows, shape.groups());
         vec![
             OutputSpec::new(SUFFIXES[PACKED], Dtype::U8, vec![packed]),
@@ -400,7 +415,10 @@ impl Scheme for Uintx {
 
     fn refuse(&self, shape: &Shape) -> Option<String> {
         if shape.elements() == 0 {
-            return Some(format!("its shape [{}, {}] holds no weights", shape.rows, shape.columns));
+            return Some(format!(
+                "its shape [{}, {}] holds no weights",
+                shape.rows, shape.columns
+            ));
         }
         (!shape.columns.is_multiple_of(shape.group)).then(|| {
             format!(
@@ -538,27 +556,39 @@ impl Scheme for Uintx {
             unreachable!("lay_out makes three buffers")
         };
         let pass = &place.pass;
-        self.walk(level, shape, &place, stored, packed.bytes(), (words, zeros), |run, at, codes| {
-            let groups = at..at + run.groups.len();
-            let kept = kernel::Stored {
-                codes,
-                scales: &scales.bytes()[groups.start * size..groups.end * size],
-                zeros: &zero_points.bytes()[groups],
-            };
-            faults.extend(self.check_groups(shape, run, kept.scales, kept.zeros));
-            let Some(weights) = weights.as_deref_mut() else {
-                return Ok(());
-            };
-            let whole = run.whole(shape);
-            let source = source.take::<u8>(whole.len() * size);
-            weights.read((whole.start * size) as u64, source)?;
-            // Runs without a group of their own are not walked, and their block is empty.
-            let step = (run.codes.start % pass.length - place.bytes.start) / pass.step;
-            let segment = run.codes.start / pass.length;
-            stats.blocks.resize(step * pass.segments + segment, ErrorSums::default());
-            stats.blocks.push(kernel::measure(level, shape.dtype, shape.group, source, kept));
-            Ok(())
-        })?;
+        self.walk(
+            level,
+            shape,
+            &place,
+            stored,
+            packed.bytes(),
+            (words, zeros),
+            |run, at, codes| {
+                let groups = at..at + run.groups.len();
+                let kept = kernel::Stored {
+                    codes,
+                    scales: &scales.bytes()[groups.start * size..groups.end * size],
+                    zeros: &zero_points.bytes()[groups],
+                };
+                faults.extend(self.check_groups(shape, run, kept.scales, kept.zeros));
+                let Some(weights) = weights.as_deref_mut() else {
+                    return Ok(());
+                };
+                let whole = run.whole(shape);
+                let source = source.take::<u8>(whole.len() * size);
+                weights.read((whole.start * size) as u64, source)?;
+                // Runs without a group of their own are not walked, and their block is empty.
+                let step = (run.codes.start % pass.length - place.bytes.start) / pass.step;
+                let segment = run.codes.start / pass.length;
+                stats
+                    .blocks
+                    .resize(step * pass.segments + segment, ErrorSums::default());
+                stats
+                    .blocks
+                    .push(kernel::measure(level, shape.dtype, shape.group, source, kept));
+                Ok(())
+            },
+        )?;
         Ok(stats)
     }
 
@@ -586,17 +616,25 @@ impl Scheme for Uintx {
         let [packed, scales, zero_points] = &out.outputs[..] else {
             unreachable!("lay_out makes three buffers")
         };
-        self.walk(level, shape, &place, stored, packed.bytes(), (words, zeros), |run, at, codes| {
-            let groups = at..at + run.groups.len();
-            let kept = kernel::Stored {
-                codes,
-                scales: &scales.bytes()[groups.start * size..groups.end * size],
-                zeros: &zero_points.bytes()[groups.clone()],
-            };
-            let into = &mut all[groups.start * width..groups.end * width];
-            kernel::decode(level, shape.dtype, group, kept, dtype, into);
-            Ok(())
-        })?;
+        self.walk(
+            level,
+            shape,
+            &place,
+            stored,
+            packed.bytes(),
+            (words, zeros),
+            |run, at, codes| {
+                let groups = at..at + run.groups.len();
+                let kept = kernel::Stored {
+                    codes,
+                    scales: &scales.bytes()[groups.start * size..groups.end * size],
+                    zeros: &zero_points.bytes()[groups.clone()],
+                };
+                let into = &mut all[groups.start * width..groups.end * width];
+                kernel::decode(level, shape.dtype, group, kept, dtype, into);
+                Ok(())
+            },
+        )?;
         for (run, from) in place.runs(shape).zip(place.group_offsets(shape)) {
             let (begin, count) = (run.groups.start * width, run.groups.len() * width);
             push_run(&mut out.pieces, 0, from * width, begin, count);
@@ -659,7 +697,10 @@ impl Scheme for Uintx {
                 ));
             }
             if entry.get("buffers") != Some(&json!(SUFFIXES)) {
-                return Err(format!("{METADATA_KEY} does not name the buffers {}", SUFFIXES.join(", ")));
+                return Err(format!(
+                    "{METADATA_KEY} does not name the buffers {}",
+                    SUFFIXES.join(", ")
+                ));
             }
             Float::from_torch_name(text("dtype"))
                 .ok_or_else(|| format!("{METADATA_KEY} says dtype {:?}", text("dtype")))
@@ -703,7 +744,10 @@ impl Scheme for Uintx {
         };
         let columns = groups.saturating_mul(group);
         if rows.checked_mul(columns).is_none() {
-            return Err(fault(ZEROS, format!("is [{rows}, {groups}], more than can be addressed")));
+            return Err(fault(
+                ZEROS,
+                format!("is [{rows}, {groups}], more than can be addressed"),
+            ));
         }
         let shape = Shape {
             rows,
