@@ -122,8 +122,8 @@ impl<'a> Judge<'a> {
         for (at, tensor) in self.source.tensors.iter().enumerate() {
             self.judge_tensor(at, tensor, &mut judged)?;
         }
-        self.patterns.check_used()?;
         self.judge_head(&mut judged)?;
+        self.patterns.check_used()?;
         if self.request.quantize_embedding && !judged.candidates.iter().any(|c| is_embedding(&c.module.name)) {
             return Err(Error::NoEmbedding);
         }
