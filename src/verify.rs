@@ -7,7 +7,7 @@ use crate::plan::{find_modules, origin, Origin, PackedModule, SourceRange};
 use crate::pool::{self, Watch};
 use crate::report::{self, Report};
 use crate::run::{ModuleWeights, Settings, COPY_STEP};
-use crate::scheme::{recognise, Recognised, Stored, StoredFault, Tile, TileBuffers, TileStats, Weights};
+use crate::scheme::{recognise, Measured, Recognised, Stored, StoredFault, Tile, TileBuffers, TileStats, Weights};
 use crate::tensor::{ErrorSums, Float};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -478,17 +478,9 @@ impl<'a> Check<'a> {
             _ => None,
         };
         let weights = weights.as_mut().map(|weights| weights as &mut dyn Weights);
-        let mut faults = Vec::new();
         let (scheme, buffers) = (self.scheme.scheme.as_ref(), &mut worker.buffers);
-        let stats = scheme.measure(
-            settings.level,
-            &stack.module.shape,
-            tile,
-            &mut stored,
-            weights,
-            buffers,
-            &mut faults,
-        )?;
+        let shape = &stack.module.shape;
+        let Measured { stats, faults } = scheme.measure(settings.level, shape, tile, &mut stored, weights, buffers)?;
         for StoredFault { suffix, what } in faults {
             found.find(format!("{}.{suffix}", stack.module.name), what);
         }

@@ -58,7 +58,9 @@ pub fn plan_dequantize(source: &Checkpoint, dtype: Option<Float>, max_shard_size
     let Build { items, mut tensors, .. } = build;
     check_names(&tensors, &items)?;
     let mut metadata = source.metadata.clone();
-    recognised.scheme.metadata_key().map(|key| metadata.remove(key));
+    if let Some(key) = recognised.scheme.metadata_key() {
+        metadata.remove(key);
+    }
     let placed = place(&source.stem, &items, &mut tensors, max_shard_size, |_| metadata.clone());
     let mut config = source.config.clone().unwrap_or_default();
     config.remove("quantization_config");

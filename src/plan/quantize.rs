@@ -319,7 +319,7 @@ impl<'a> Judge<'a> {
             .values()
             .for_each(|reason| *counts.entry(reason).or_default() += 1);
         let mut counts: Vec<_> = counts.into_iter().collect();
-        counts.sort_by(|a, b| b.1.cmp(&a.1));
+        counts.sort_by_key(|&(_, count)| std::cmp::Reverse(count));
         let why = counts
             .iter()
             .take(4)

@@ -52,7 +52,7 @@ impl Layout for Gptq {
     }
 
     fn refuse(&self, shape: &Shape) -> Option<String> {
-        (shape.rows % 8 != 0).then(|| {
+        (!shape.rows.is_multiple_of(8)).then(|| {
             format!(
                 "out_features {} is not divisible by 8, which packed zero points need",
                 shape.rows

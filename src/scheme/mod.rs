@@ -158,6 +158,13 @@ pub struct TileStats {
     pub counts: GroupCounts,
 }
 
+/// What one stored tile came to: as when it was encoded, and what is wrong with it.
+#[derive(Debug, Default)]
+pub struct Measured {
+    pub stats: TileStats,
+    pub faults: Vec<StoredFault>,
+}
+
 /// Why a tile could not be done. `Fault` counts elements from the module's first weight.
 #[derive(Debug)]
 pub enum TileError {
@@ -252,8 +259,7 @@ pub trait Scheme: Send + Sync {
         stored: &mut dyn Stored,
         weights: Option<&mut dyn Weights>,
         out: &mut TileBuffers,
-        faults: &mut Vec<StoredFault>,
-    ) -> Result<TileStats, Error>;
+    ) -> Result<Measured, Error>;
 
     /// Decodes a tile to `dtype`; the bytes are left in `out.outputs[0]`, their places (in the dense weight) in `out.pieces`.
     fn decode(

@@ -57,11 +57,13 @@ pub struct Recognised {
     pub group: usize,
 }
 
+/// `None`: not this layout's config; `Err`: this layout's, but not one that can be read, and why.
+type Recognition = Option<Result<Recognised, String>>;
+
 struct Row {
     name: &'static str,
     select: fn(&Request) -> Result<Box<dyn Scheme>>,
-    /// `None`: not this layout's config; `Err`: this layout's, but not one that can be read, and why.
-    recognise: fn(&Map<String, Value>) -> Option<Result<Recognised, String>>,
+    recognise: fn(&Map<String, Value>) -> Recognition,
 }
 
 const ROWS: &[Row] = &[Row {
@@ -96,7 +98,7 @@ pub fn recognise(config: &Map<String, Value>) -> Result<Recognised, String> {
 
 /// Packed words hold eight codes along K.
 fn check_int4_group(group: usize) -> Result<()> {
-    if group == 0 || group % 8 != 0 {
+    if group == 0 || !group.is_multiple_of(8) {
         return Err(Error::BadGroup {
             group,
             why: "int4 packs 8 codes in a word, so the group is a multiple of 8",
@@ -110,7 +112,7 @@ fn select_gptq(request: &Request) -> Result<Box<dyn Scheme>> {
     Ok(Box::new(Int4(Gptq::written(!request.asym))))
 }
 
-fn recognise_gptq(config: &Map<String, Value>) -> Option<Result<Recognised, String>> {
+fn recognise_gptq(config: &Map<String, Value>) -> Recognition {
     if config.get("quant_method")?.as_str()? != "gptq" {
         return None;
     }
