@@ -165,6 +165,8 @@ pub enum Error {
     AlreadyQuantized { path: PathBuf, evidence: String },
     #[error("{}: not quantized ({why}); nothing to decode", path.display())]
     NotQuantized { path: PathBuf, why: String },
+    #[error("{}: quantized in a way that this tool does not read: {why}", path.display())]
+    UnknownLayout { path: PathBuf, why: String },
     #[error("{}: nothing to quantize: {why}", path.display())]
     NothingToQuantize { path: PathBuf, why: String },
     #[error("--quantize-lm-head: this checkpoint has no lm_head.weight and no embedding that it could be tied to")]

@@ -8,15 +8,20 @@
 //! | `quantize` | the plan of a quantizing run |
 //! | `origin` | where an output tensor's values come from |
 //! | `layout` | shards, offsets and headers of the output |
+//! | `readers` | what named readers cannot load |
+//! | `stored` | the scheme of a checkpoint that is quantized already |
 
 mod layout;
 mod origin;
 mod pattern;
 mod quantize;
+mod readers;
 mod rules;
+mod stored;
 
 pub use origin::{origin, Origin};
 pub use quantize::plan;
+pub use stored::{is_packed, stored_config, stored_scheme};
 
 use crate::checkpoint::{Config, Sidecar};
 use crate::scheme::{QType, Scheme, Shape};
