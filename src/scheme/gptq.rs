@@ -267,15 +267,11 @@ mod tests {
     #[test]
     fn v1_zero_points_come_back_from_a_word_that_borrowed() {
         // Two groups; in the first, zero points of 0 beside others.
-        let zero_points = [[0, 8], [0, 8], [3, 8], [15, 8], [0, 8], [1, 8], [15, 8], [0, 8]];
-        let word = |group: usize| {
-            (0..8).fold(0, |word, row| {
-                word | u32::from(zero_points[row][group] as u8) << (4 * row)
-            })
-        };
+        let zero_points: [[u8; 2]; 8] = [[0, 8], [0, 8], [3, 8], [15, 8], [0, 8], [1, 8], [15, 8], [0, 8]];
+        let word = |group: usize| (0..8).fold(0, |word, row| word | u32::from(zero_points[row][group]) << (4 * row));
         let stored = [0, 1].map(|group| word(group).wrapping_sub(0x1111_1111));
         let mut zeros: Vec<u8> = (0..16).map(|i| (stored[i % 2] >> (4 * (i / 2)) & 15) as u8).collect();
         add_one_to_words(&mut zeros, 2);
-        assert_eq!(zeros, zero_points.concat());
+        assert_eq!(zeros, zero_points.as_flattened());
     }
 }
