@@ -3,11 +3,12 @@
 use crate::checkpoint::{check_destination, free_bytes, Checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::Level;
-use crate::plan::{plan, Plan, Request, Work};
+use crate::plan::{plan, plan_dequantize, Plan, Request, Work};
 use crate::progress::{listen_for_signals, Progress};
-use crate::report::Report;
-use crate::run::{quantize, Settings};
+use crate::report::{DenseSummary, Report};
+use crate::run::{dequantize, quantize, Settings};
 use crate::scheme::{QType, ALL_LAYOUTS};
+use crate::tensor::Float;
 use crate::verify::{verify, Against, Outcome};
 use clap::{Parser, ValueEnum};
 use serde_json::{json, Value};
@@ -84,6 +85,15 @@ pub struct Args {
         "group", "layout", "include", "exclude"])]
     verify: bool,
 
+    /// Decode the packed checkpoint at --src into a dense one at --dst
+    #[arg(long, conflicts_with_all = ["verify", "asym", "quantize_lm_head", "quantize_embedding", "group", "layout",
+        "include", "exclude"])]
+    dequantize: bool,
+
+    /// With --dequantize: dtype of the decoded weights, bf16, f16 or f32 [default: what they were]
+    #[arg(long, value_name = "DTYPE", requires = "dequantize", value_parser = parse_dtype)]
+    dtype: Option<Float>,
+
     /// With --verify --src: the SNR that every quantized tensor must reach
     #[arg(
         long,
@@ -129,6 +139,15 @@ fn parse_layout(text: &str) -> Result<&'static str, String> {
     found
         .copied()
         .ok_or_else(|| format!("known layouts: {}", ALL_LAYOUTS.join(", ")))
+}
+
+fn parse_dtype(text: &str) -> Result<Float, String> {
+    match text {
+        "bf16" | "bfloat16" => Ok(Float::Bf16),
+        "f16" | "float16" => Ok(Float::F16),
+        "f32" | "float32" => Ok(Float::F32),
+        _ => Err("known dtypes: bf16, f16, f32".to_string()),
+    }
 }
 
 /// Bytes: `5GB` is 5 * 10^9 as in the Hugging Face tools, `5GiB` 5 * 2^30; a plain number counts bytes.
@@ -178,13 +197,23 @@ pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
         check_destination(dst, src, args.overwrite)?;
     }
     let source = Checkpoint::open(src)?;
-    let plan = plan(&args.request(), &source)?;
+    let plan = match args.dequantize {
+        true => plan_dequantize(&source, args.dtype, args.max_shard_size)?,
+        false => plan(&args.request(), &source)?,
+    };
     plan.warnings.iter().for_each(|warning| warn(warning));
     if args.dry_run {
         output.plan(&plan, args.dst.as_deref())?;
         return Ok(ExitCode::SUCCESS);
     }
     let dst = args.dst.as_deref().unwrap_or(Path::new(""));
+    if args.dequantize {
+        let progress = Progress::new(dense_bytes(&plan), "decoding", args.quiet);
+        let done = dequantize(&plan, &source, dst, &args.settings()?, &progress);
+        progress.finish();
+        output.summary(&done?, dst)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let progress = Progress::new(plan.source_bytes, "quantizing", args.quiet);
     let done = quantize(&plan, &source, dst, &args.settings()?, &progress);
     progress.finish();
@@ -197,6 +226,11 @@ pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
     }
     output.report(&plan, &report, dst)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Bytes that a dequantizing run counts on its bar: decoded and copied ones.
+fn dense_bytes(plan: &Plan) -> u64 {
+    plan.tensors.iter().map(|tensor| tensor.len).sum()
 }
 
 fn run_verify(args: &Args, output: Output) -> Result<ExitCode> {
@@ -324,6 +358,24 @@ impl Output {
         self.print(&text)
     }
 
+    fn summary(self, summary: &DenseSummary, dst: &Path) -> Result<()> {
+        if self.json {
+            return self.document(summary);
+        }
+        if self.quiet {
+            return Ok(());
+        }
+        self.print(&format!(
+            "{}: {} weights decoded from {} {}\n  files      {} of {} bytes in all\n",
+            dst.display(),
+            summary.decoded.len(),
+            summary.qtype,
+            summary.layout,
+            summary.files,
+            summary.bytes
+        ))
+    }
+
     fn plan(self, plan: &Plan, dst: Option<&Path>) -> Result<()> {
         let free = dst.map(free_bytes).transpose()?;
         if self.json {
@@ -341,9 +393,14 @@ impl Output {
                     module.shape.rows,
                     module.shape.columns,
                     module.shape.group,
-                    item.source.len,
+                    item.work.bytes_in(),
                     bytes
                 ),
+                Work::Decode(decode) => {
+                    let parts: Vec<&str> = decode.parts.iter().map(|part| part.name.as_str()).collect();
+                    let name = &plan.tensors[item.outputs.start].name;
+                    format!("{name}  {bytes} bytes from {}\n", parts.join(", "))
+                }
                 Work::Copy(dense) => format!("{}  dense: {}  {bytes} bytes\n", dense.name, dense.reason),
             };
         }
@@ -443,6 +500,11 @@ fn plan_document(plan: &Plan, free: Option<u64>) -> Value {
                 "name": module.report_name, "scheme": plan.scheme.qtype().to_string(),
                 "layout": plan.scheme.layout(), "shape": [module.shape.rows, module.shape.columns],
                 "group": module.shape.group, "outputs": outputs,
+            }),
+            Work::Decode(decode) => json!({
+                "name": plan.tensors[item.outputs.start].name,
+                "from": decode.parts.iter().map(|part| &part.name).collect::<Vec<_>>(),
+                "outputs": outputs,
             }),
             Work::Copy(dense) => json!({ "name": dense.name, "dense": dense.reason, "outputs": outputs }),
         }

@@ -68,6 +68,8 @@ pub enum Error {
     FileTooShort { path: PathBuf, len: u64 },
     #[error("{}: the header claims {header} bytes, the file has {file} in all (truncated or not safetensors)", path.display())]
     HeaderTooLong { path: PathBuf, header: u64, file: u64 },
+    #[error("{}: {len} bytes of a Git LFS pointer, not the weights; `git lfs pull` fetches them", path.display())]
+    LfsPointer { path: PathBuf, len: u64 },
     #[error("{}: the header claims {header} bytes, more than the format's limit of {limit}", path.display())]
     HeaderOverLimit { path: PathBuf, header: u64, limit: u64 },
     #[error("{}: the header is not valid: {why}", path.display())]
@@ -131,7 +133,7 @@ pub enum Error {
     },
     #[error("{}: the tensors end at byte {end} of the data, the file holds {have} (trailing bytes)", path.display())]
     TrailingBytes { path: PathBuf, end: u64, have: u64 },
-    #[error("{}: was {before} bytes when its header was read and is {now} now; something is writing to it", path.display())]
+    #[error("{}: was {before} bytes when it was first looked at and is {now} now; something is writing to it", path.display())]
     SourceChanged { path: PathBuf, before: u64, now: u64 },
 
     // --- config.json and other JSON
@@ -167,6 +169,12 @@ pub enum Error {
     NotQuantized { path: PathBuf, why: String },
     #[error("{}: quantized in a way that this tool does not read: {why}", path.display())]
     UnknownLayout { path: PathBuf, why: String },
+    #[error("{}: {tensor} {what}", path.display())]
+    BadPacked {
+        path: PathBuf,
+        tensor: String,
+        what: String,
+    },
     #[error("{}: nothing to quantize: {why}", path.display())]
     NothingToQuantize { path: PathBuf, why: String },
     #[error("--quantize-lm-head: this checkpoint has no lm_head.weight and no embedding that it could be tied to")]

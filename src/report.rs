@@ -2,17 +2,18 @@
 //!
 //! The keys of the PyTorch reference come first, as it writes them; the tool's own follow.
 
+use crate::checkpoint::TOOL_MARK;
+use crate::error::{Error, Result};
 use crate::tensor::{ErrorSums, GroupCounts};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-
-/// The file's name in an output folder.
-pub const FILE_NAME: &str = "quantization_report.json";
+use std::io::ErrorKind;
+use std::path::Path;
 
 /// The value of [`Report::tool`], and what `--overwrite` looks for.
 pub fn tool_version() -> String {
-    format!("spark-quant {}", env!("CARGO_PKG_VERSION"))
+    format!("{TOOL_MARK}{}", env!("CARGO_PKG_VERSION"))
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -46,6 +47,11 @@ pub struct TensorReport {
     pub name: String,
     /// Of the stored values against the source, rounded to 0.01 dB; null where nothing was lost.
     pub snr_db: Option<f64>,
+    /// The source's tensor, and the first of its rows: a part of a fused projection begins further down.
+    pub source: String,
+    pub first_row: usize,
+    /// Of the dense weight, as PyTorch names it.
+    pub dtype: String,
     /// `[out_features, in_features]`
     pub shape: [usize; 2],
     pub group: usize,
@@ -88,13 +94,45 @@ impl TensorReport {
     }
 }
 
+/// `dequantization_report.json`: what was decoded, and a hash of every tensor that was written.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct DenseSummary {
+    pub tool: String,
+    pub qtype: String,
+    pub layout: String,
+    pub group: usize,
+    /// Names of the weights that were decoded.
+    pub decoded: Vec<String>,
+    pub files: usize,
+    pub bytes: u64,
+    /// XXH3-128 of each tensor's bytes, as 32 hex digits.
+    pub xxh3_128: BTreeMap<String, String>,
+}
+
 impl Report {
-    /// Indented JSON with a final newline.
-    pub fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = serde_json::to_vec_pretty(self).expect("a report holds no value that JSON cannot");
-        bytes.push(b'\n');
-        bytes
+    /// The report at `path`; `None` where there is none.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::BadJson`] where it is not a report of this tool.
+    pub fn read(path: &Path) -> Result<Option<Report>> {
+        let bytes = match std::fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(None),
+            Err(error) => return Err(Error::io(path, "reading")(error)),
+        };
+        let bad = |error: serde_json::Error| Error::BadJson {
+            path: path.to_path_buf(),
+            why: error.to_string(),
+        };
+        serde_json::from_slice(&bytes).map(Some).map_err(bad)
     }
+}
+
+/// Indented JSON with a final newline.
+pub fn to_bytes(report: &impl Serialize) -> Vec<u8> {
+    let mut bytes = serde_json::to_vec_pretty(report).expect("a report holds no value that JSON cannot");
+    bytes.push(b'\n');
+    bytes
 }
 
 #[cfg(test)]

@@ -1,15 +1,19 @@
 //! Carries a [`Plan`] out: tiles are read, encoded and written at their offsets by a pool; then the report is folded,
 //! everything is synced, and one rename puts the folder at its place.
 
-use crate::checkpoint::{check_space, Checkpoint, OutFile, Reader, Staging};
+use crate::checkpoint::{
+    check_space, Checkpoint, OutFile, Reader, Staging, CONFIG_FILE, DENSE_REPORT_FILE, REPORT_FILE,
+};
 use crate::error::{Error, Result};
 use crate::kernel::Level;
-use crate::plan::{Item, Module, OutputTensor, Plan, SourceRange, Work};
+use crate::plan::{Decode, Item, Module, Packed, Plan, SourceRange, Work};
 use crate::pool::{self, Watch};
-use crate::report::{self, DenseReport, Report, TensorReport};
-use crate::scheme::{Piece, Tile, TileBuffers, TileError, TileStats, Weights};
+use crate::report::{self, DenseReport, DenseSummary, Report, TensorReport};
+use crate::scheme::{Stored, Tile, TileBuffers, TileError, TileStats, Weights};
 use crate::tensor::{ErrorSums, Fault, Float, GroupCounts};
+use serde::Serialize;
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -48,6 +52,9 @@ const COPY_TASK: u64 = 64 << 20;
 /// Dense bytes read, hashed and written at a time: they stay in a core's second-level cache.
 pub(crate) const COPY_STEP: usize = 512 << 10;
 
+/// A tensor of at least this many bytes goes to the disk as soon as it is written, while others are encoded.
+const WRITEBACK_BYTES: u64 = 1 << 20;
+
 enum Task<'a> {
     Encode {
         item: &'a Item,
@@ -55,11 +62,27 @@ enum Task<'a> {
         tile: Tile,
         state: &'a ModuleState,
     },
+    /// `base`: where the range begins in the output tensor.
     Copy {
         item: &'a Item,
-        begin: u64,
-        end: u64,
+        source: SourceRange,
+        base: u64,
     },
+    /// `base`: where the part begins in the output tensor.
+    Decode {
+        item: &'a Item,
+        part: &'a Packed,
+        dtype: Float,
+        tile: Tile,
+        base: u64,
+    },
+}
+
+impl Task<'_> {
+    fn item(&self) -> &Item {
+        let (Task::Encode { item, .. } | Task::Copy { item, .. } | Task::Decode { item, .. }) = self;
+        item
+    }
 }
 
 /// What the tiles of one module add up to.
@@ -117,6 +140,37 @@ pub fn quantize(
     settings: &Settings,
     watch: &dyn Watch,
 ) -> Result<Report> {
+    execute(plan, source, dst, settings, watch, REPORT_FILE, |run, modules| {
+        run.report(modules)
+    })
+}
+
+/// Decodes as planned into the folder `dst`.
+///
+/// # Errors
+/// As [`quantize`].
+pub fn dequantize(
+    plan: &Plan,
+    source: &Checkpoint,
+    dst: &Path,
+    settings: &Settings,
+    watch: &dyn Watch,
+) -> Result<DenseSummary> {
+    execute(plan, source, dst, settings, watch, DENSE_REPORT_FILE, |run, _| {
+        run.summary()
+    })
+}
+
+/// Does the plan's work in a staging folder, writes the report that `report` makes of it, and commits.
+fn execute<R: Serialize>(
+    plan: &Plan,
+    source: &Checkpoint,
+    dst: &Path,
+    settings: &Settings,
+    watch: &dyn Watch,
+    report_file: &str,
+    report: impl FnOnce(&Run, &[ModuleState]) -> R,
+) -> Result<R> {
     let staging = Staging::create(dst, settings.overwrite)?;
     check_space(staging.path(), plan.output_bytes())?;
     let files = plan.files.iter().map(|file| {
@@ -130,7 +184,7 @@ pub fn quantize(
         .iter()
         .map(|item| match &item.work {
             Work::Encode(module) => plan.scheme.blocks(&module.shape),
-            Work::Copy(_) => 0,
+            Work::Copy(_) | Work::Decode(_) => 0,
         })
         .map(|blocks| ModuleState {
             sums: Mutex::default(),
@@ -140,8 +194,7 @@ pub fn quantize(
     let tasks = tasks(plan, &modules, settings);
     let mut writers = vec![0; plan.tensors.len()];
     for task in &tasks {
-        let (Task::Encode { item, .. } | Task::Copy { item, .. }) = task;
-        item.outputs.clone().for_each(|tensor| writers[tensor] += 1);
+        task.item().outputs.clone().for_each(|tensor| writers[tensor] += 1);
     }
     let tensors = writers
         .into_iter()
@@ -167,8 +220,7 @@ pub fn quantize(
         run.task(worker, task)
     })?;
 
-    let report = run.report(&modules);
-    drop(tasks);
+    let report = report(&run, &modules);
     drop(run);
     for sidecar in &plan.sidecars {
         staging.copy_sidecar(sidecar)?;
@@ -176,8 +228,10 @@ pub fn quantize(
     if let Some((name, bytes)) = &plan.index {
         staging.write_file(name, bytes)?;
     }
-    staging.write_file("config.json", &plan.config.to_bytes())?;
-    staging.write_file(report::FILE_NAME, &report.to_bytes())?;
+    if let Some(config) = &plan.config {
+        staging.write_file(CONFIG_FILE, &config.to_bytes())?;
+    }
+    staging.write_file(report_file, &report::to_bytes(&report))?;
     if watch.cancelled() {
         return Err(Error::Interrupted);
     }
@@ -186,11 +240,12 @@ pub fn quantize(
 }
 
 fn tasks<'a>(plan: &'a Plan, modules: &'a [ModuleState], settings: &Settings) -> Vec<Task<'a>> {
+    let budget = settings.tile_budget();
     let mut tasks = Vec::new();
     for (item, state) in plan.items.iter().zip(modules) {
         match &item.work {
             Work::Encode(module) => {
-                let tiles = plan.scheme.tiles(&module.shape, settings.tile_budget());
+                let tiles = plan.scheme.tiles(&module.shape, budget);
                 tasks.extend(tiles.into_iter().map(|tile| Task::Encode {
                     item,
                     module,
@@ -198,17 +253,63 @@ fn tasks<'a>(plan: &'a Plan, modules: &'a [ModuleState], settings: &Settings) ->
                     state,
                 }));
             }
-            Work::Copy(_) => {
-                let count = item.source.len.div_ceil(COPY_TASK).max(1);
-                tasks.extend((0..count).map(|at| Task::Copy {
-                    item,
-                    begin: at * COPY_TASK,
-                    end: ((at + 1) * COPY_TASK).min(item.source.len),
-                }));
+            Work::Copy(dense) => {
+                let mut base = 0;
+                for part in &dense.parts {
+                    tasks.extend(copy_steps(part).map(|source| {
+                        let base = base + source.offset - part.offset;
+                        Task::Copy { item, source, base }
+                    }));
+                    base += part.len;
+                }
+            }
+            Work::Decode(Decode { dtype, parts }) => {
+                let mut base = 0;
+                for part in parts {
+                    // The decoded tile, several times as large as the packed one, is what the budget must hold.
+                    let packed: u64 = part.stored.iter().map(|range| range.len).sum();
+                    let dense = (part.shape.elements() * dtype.size()) as u64;
+                    let budget = (budget as u64 * packed / dense.max(1)) as usize;
+                    let tiles = plan.scheme.tiles(&part.shape, budget);
+                    let dtype = *dtype;
+                    tasks.extend(tiles.into_iter().map(|tile| Task::Decode {
+                        item,
+                        part,
+                        dtype,
+                        tile,
+                        base,
+                    }));
+                    base += dense;
+                }
             }
         }
     }
     tasks
+}
+
+/// A range in steps of at most [`COPY_TASK`] bytes; an empty one is one step.
+fn copy_steps(range: &SourceRange) -> impl Iterator<Item = SourceRange> + '_ {
+    (0..range.len.div_ceil(COPY_TASK).max(1)).map(|at| {
+        let begin = at * COPY_TASK;
+        SourceRange {
+            file: range.file,
+            offset: range.offset + begin,
+            len: COPY_TASK.min(range.len - begin),
+        }
+    })
+}
+
+/// A packed module's tensors, read from their ranges of the source files.
+struct PackedReader<'r, 'f, 'a> {
+    reader: &'r mut Reader<'f>,
+    stored: &'a [SourceRange],
+}
+
+impl Stored for PackedReader<'_, '_, '_> {
+    fn read(&mut self, output: usize, offset: u64, into: &mut [u8]) -> Result<()> {
+        let range = self.stored[output];
+        self.reader.read_exact_at(range.file, range.offset + offset, into)
+    }
 }
 
 /// The dense weight of a module, read from its range of a source file.
@@ -233,7 +334,14 @@ impl Run<'_> {
                 tile,
                 state,
             } => self.encode(worker, item, module, tile, state),
-            Task::Copy { item, begin, end } => self.copy(worker, item, *begin, *end),
+            Task::Copy { item, source, base } => self.copy(worker, item, *source, *base),
+            Task::Decode {
+                item,
+                part,
+                dtype,
+                tile,
+                base,
+            } => self.decode(worker, item, part, *dtype, tile, *base),
         }
     }
 
@@ -247,7 +355,7 @@ impl Run<'_> {
     ) -> Result<()> {
         let mut weights = ModuleWeights {
             reader: &mut worker.reader,
-            source: item.source,
+            source: module.source,
         };
         let scheme = self.plan.scheme.as_ref();
         let encoded = scheme.encode(
@@ -259,47 +367,74 @@ impl Run<'_> {
         );
         match encoded {
             Ok(stats) => state.add(stats),
-            Err(TileError::Fault(fault)) => return Err(self.fault(&mut worker.reader, item, module, fault)),
+            Err(TileError::Fault(fault)) => return Err(self.fault(&mut worker.reader, module, fault)),
             Err(TileError::Other(error)) => return Err(error),
         }
+        self.write_tile(worker, item, 0)?;
+        self.watch.advance(tile.source_bytes);
+        Ok(())
+    }
+
+    fn decode(
+        &self,
+        worker: &mut Worker,
+        item: &Item,
+        part: &Packed,
+        dtype: Float,
+        tile: &Tile,
+        base: u64,
+    ) -> Result<()> {
+        let mut stored = PackedReader {
+            reader: &mut worker.reader,
+            stored: &part.stored,
+        };
+        let scheme = self.plan.scheme.as_ref();
+        scheme.decode(
+            self.settings.level,
+            &part.shape,
+            tile,
+            &mut stored,
+            dtype,
+            &mut worker.buffers,
+        )?;
+        self.write_tile(worker, item, base)?;
+        self.watch.advance(tile.source_bytes);
+        Ok(())
+    }
+
+    /// Writes a tile's pieces, `base` bytes further into their tensors, and hashes those that are whole tensors.
+    fn write_tile(&self, worker: &mut Worker, item: &Item, base: u64) -> Result<()> {
         for piece in &worker.buffers.pieces {
             let at = item.outputs.start + piece.output;
+            let tensor = &self.plan.tensors[at];
             let bytes = &worker.buffers.outputs[piece.output].bytes()[piece.from..piece.from + piece.bytes()];
-            self.write_piece(&self.plan.tensors[at], piece, bytes)?;
-            if bytes.len() as u64 == self.plan.tensors[at].len {
+            let begin = tensor.offset + base + piece.offset;
+            for (run, chunk) in bytes.chunks(piece.width.max(1)).enumerate() {
+                self.files[tensor.shard].write_all_at(chunk, begin + run as u64 * piece.stride)?;
+            }
+            if bytes.len() as u64 == tensor.len {
                 self.tensors[at].hash.get_or_init(|| XxHash3_128::oneshot(bytes));
             }
         }
         item.outputs
             .clone()
-            .try_for_each(|at| self.finished(at, &mut worker.chunk))?;
-        self.watch.advance(tile.source_bytes);
-        Ok(())
+            .try_for_each(|at| self.finished(at, &mut worker.chunk))
     }
 
-    fn write_piece(&self, tensor: &OutputTensor, piece: &Piece, bytes: &[u8]) -> Result<()> {
-        let file = &self.files[tensor.shard];
-        let begin = tensor.offset + piece.offset;
-        for (run, chunk) in bytes.chunks(piece.width.max(1)).enumerate() {
-            file.write_all_at(chunk, begin + run as u64 * piece.stride)?;
-        }
-        Ok(())
-    }
-
-    fn copy(&self, worker: &mut Worker, item: &Item, begin: u64, end: u64) -> Result<()> {
+    fn copy(&self, worker: &mut Worker, item: &Item, source: SourceRange, base: u64) -> Result<()> {
         let at = item.outputs.start;
         let tensor = &self.plan.tensors[at];
-        let whole = end - begin == tensor.len;
+        let whole = source.len == tensor.len;
         let mut hasher = XxHash3_128::new();
-        let mut offset = begin;
-        while offset < end {
-            let step = (end - offset).min(COPY_STEP as u64) as usize;
+        let mut offset = 0;
+        while offset < source.len {
+            let step = (source.len - offset).min(COPY_STEP as u64) as usize;
             worker.chunk.resize(COPY_STEP, 0);
             let chunk = &mut worker.chunk[..step];
             worker
                 .reader
-                .read_exact_at(item.source.file, item.source.offset + offset, chunk)?;
-            self.files[tensor.shard].write_all_at(chunk, tensor.offset + offset)?;
+                .read_exact_at(source.file, source.offset + offset, chunk)?;
+            self.files[tensor.shard].write_all_at(chunk, tensor.offset + base + offset)?;
             if whole {
                 hasher.write(chunk);
             }
@@ -315,28 +450,33 @@ impl Run<'_> {
     /// Notes that one more task has written its part of a tensor. The last one hashes it, by reading it back where the
     /// parts were not in order.
     fn finished(&self, at: usize, chunk: &mut Vec<u8>) -> Result<()> {
-        let state = &self.tensors[at];
-        if state.remaining.fetch_sub(1, Ordering::AcqRel) != 1 || state.hash.get().is_some() {
+        let (state, tensor) = (&self.tensors[at], &self.plan.tensors[at]);
+        if state.remaining.fetch_sub(1, Ordering::AcqRel) != 1 {
             return Ok(());
         }
-        let tensor = &self.plan.tensors[at];
-        let mut hasher = XxHash3_128::new();
-        chunk.resize(COPY_STEP, 0);
-        let mut offset = 0;
-        while offset < tensor.len {
-            let step = (tensor.len - offset).min(COPY_STEP as u64) as usize;
-            self.files[tensor.shard].read_exact_at(&mut chunk[..step], tensor.offset + offset)?;
-            hasher.write(&chunk[..step]);
-            offset += step as u64;
+        let file = &self.files[tensor.shard];
+        if state.hash.get().is_none() {
+            let mut hasher = XxHash3_128::new();
+            chunk.resize(COPY_STEP, 0);
+            let mut offset = 0;
+            while offset < tensor.len {
+                let step = (tensor.len - offset).min(COPY_STEP as u64) as usize;
+                file.read_exact_at(&mut chunk[..step], tensor.offset + offset)?;
+                hasher.write(&chunk[..step]);
+                offset += step as u64;
+            }
+            state.hash.get_or_init(|| hasher.finish_128());
         }
-        state.hash.get_or_init(|| hasher.finish_128());
+        if tensor.len >= WRITEBACK_BYTES {
+            file.start_writeback(tensor.offset, tensor.len);
+        }
         Ok(())
     }
 
     /// Names the tensor, row and column (or group) of a fault, counted in the source's own tensor.
-    fn fault(&self, reader: &mut Reader, item: &Item, module: &Module, fault: Fault) -> Error {
+    fn fault(&self, reader: &mut Reader, module: &Module, fault: Fault) -> Error {
         let shape = &module.shape;
-        let path = self.source.files[item.source.file].path.clone();
+        let path = self.source.files[module.source.file].path.clone();
         let tensor = module.tensor.clone();
         let place = |element: usize| (module.first_row + element / shape.columns, element % shape.columns);
         match fault {
@@ -344,8 +484,8 @@ impl Run<'_> {
                 let (row, column) = place(element);
                 let mut bytes = [0; 4];
                 let size = shape.dtype.size();
-                let at = item.source.offset + (element * size) as u64;
-                let value = match reader.read_exact_at(item.source.file, at, &mut bytes[..size]) {
+                let at = module.source.offset + (element * size) as u64;
+                let value = match reader.read_exact_at(module.source.file, at, &mut bytes[..size]) {
                     Ok(()) => float_text(shape.dtype, bytes),
                     Err(error) => return error,
                 };
@@ -379,6 +519,36 @@ impl Run<'_> {
         }
     }
 
+    fn hashes(&self) -> BTreeMap<String, String> {
+        let hash = |state: &TensorState| format!("{:032x}", state.hash.get().copied().unwrap_or_default());
+        self.plan
+            .tensors
+            .iter()
+            .zip(&self.tensors)
+            .map(|(tensor, state)| (tensor.name.clone(), hash(state)))
+            .collect()
+    }
+
+    fn summary(&self) -> DenseSummary {
+        let decoded = self
+            .plan
+            .items
+            .iter()
+            .filter(|item| matches!(item.work, Work::Decode(_)));
+        DenseSummary {
+            tool: report::tool_version(),
+            qtype: self.plan.scheme.qtype().to_string(),
+            layout: self.plan.scheme.layout().to_string(),
+            group: self.plan.group,
+            decoded: decoded
+                .map(|item| self.plan.tensors[item.outputs.start].name.clone())
+                .collect(),
+            files: self.plan.files.len(),
+            bytes: self.plan.weight_bytes(),
+            xxh3_128: self.hashes(),
+        }
+    }
+
     fn report(&self, modules: &[ModuleState]) -> Report {
         let plan = self.plan;
         let mut per_tensor: Vec<TensorReport> = Vec::new();
@@ -388,9 +558,12 @@ impl Run<'_> {
                 per_tensor.push(TensorReport {
                     name: module.report_name.clone(),
                     snr_db: report::snr_db(sums),
+                    source: module.tensor.clone(),
+                    first_row: module.first_row,
+                    dtype: module.shape.dtype.torch_name().to_string(),
                     shape: [module.shape.rows, module.shape.columns],
                     group: module.shape.group,
-                    bytes_in: item.source.len,
+                    bytes_in: module.source.len,
                     bytes_out: plan.tensors[item.outputs.clone()].iter().map(|tensor| tensor.len).sum(),
                     zero_groups: counts.zero,
                     underflowed_groups: counts.underflowed,
@@ -401,12 +574,6 @@ impl Run<'_> {
         per_tensor.sort_by(|a, b| (a.name == "lm_head", &a.name).cmp(&(b.name == "lm_head", &b.name)));
         let (snr_db_mean, snr_db_min) = report::summarise(per_tensor.iter().map(|tensor| tensor.snr_db));
         let dtype = plan.modules().next().map_or(Float::Bf16, |module| module.shape.dtype);
-        let hashes = plan.tensors.iter().zip(&self.tensors).map(|(tensor, state)| {
-            (
-                tensor.name.clone(),
-                format!("{:032x}", state.hash.get().copied().unwrap_or_default()),
-            )
-        });
         Report {
             group: plan.group,
             tensors: per_tensor.len(),
@@ -422,7 +589,11 @@ impl Run<'_> {
             zero_groups: per_tensor.iter().map(|tensor| tensor.zero_groups).sum(),
             underflowed_groups: per_tensor.iter().map(|tensor| tensor.underflowed_groups).sum(),
             coverage: plan.coverage(),
-            quantization_config: match plan.config.get("quantization_config") {
+            quantization_config: match plan
+                .config
+                .as_ref()
+                .and_then(|config| config.get("quantization_config"))
+            {
                 Some(Value::Object(config)) => config.clone(),
                 _ => serde_json::Map::new(),
             },
@@ -433,7 +604,7 @@ impl Run<'_> {
                     reason: dense.reason.clone(),
                 })
                 .collect(),
-            xxh3_128: hashes.collect(),
+            xxh3_128: self.hashes(),
             per_tensor,
         }
     }

@@ -39,6 +39,11 @@ impl Float {
         }
     }
 
+    /// The inverse of [`Float::torch_name`].
+    pub fn from_torch_name(name: &str) -> Option<Self> {
+        Float::ALL.into_iter().find(|float| float.torch_name() == name)
+    }
+
     /// The name PyTorch and config.json use: `float32`, `float16`, `bfloat16`.
     pub const fn torch_name(self) -> &'static str {
         match self {

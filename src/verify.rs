@@ -1,13 +1,13 @@
 //! Proves what was written: decodes the stored bytes by a path of its own and compares with the report, the config and,
 //! where it is given, the source. Never writes.
 
-use crate::checkpoint::{Checkpoint, Reader, SourceTensor};
+use crate::checkpoint::{Checkpoint, Reader, SourceTensor, REPORT_FILE};
 use crate::error::{Error, Result};
-use crate::plan::{is_packed, origin, stored_config, stored_scheme, Origin, SourceRange};
+use crate::plan::{find_modules, is_packed, origin, stored_config, stored_scheme, Origin, PackedModule, SourceRange};
 use crate::pool::{self, Watch};
 use crate::report::{self, Report};
 use crate::run::{ModuleWeights, Settings, COPY_STEP};
-use crate::scheme::{Recognised, Shape, Stored, StoredFault, Tile, TileBuffers, TileStats, Weights};
+use crate::scheme::{Recognised, Stored, StoredFault, Tile, TileBuffers, TileStats, Weights};
 use crate::tensor::{ErrorSums, Float};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -70,6 +70,7 @@ pub fn verify(dst: &Path, against: Against, settings: &Settings, watch: &dyn Wat
         Err(error) => return Err(error),
     };
     let report = read_report(dst, &mut outcome)?;
+    outcome.folder(&checkpoint, report.as_ref());
     let Some(recognised) = recognised(&checkpoint, report.as_ref(), &mut outcome)? else {
         return Ok(outcome);
     };
@@ -84,6 +85,23 @@ pub fn verify(dst: &Path, against: Against, settings: &Settings, watch: &dyn Wat
 }
 
 impl Outcome {
+    /// What the files say of each other. Where this tool wrote them, nothing may be odd about them.
+    fn folder(&mut self, checkpoint: &Checkpoint, report: Option<&Report>) {
+        for warning in &checkpoint.warnings {
+            match report {
+                Some(_) => self.find(checkpoint.root.display(), warning),
+                None => self.notes.push(warning.clone()),
+            }
+        }
+        if checkpoint.files.len() > 1 && !checkpoint.indexed {
+            let index = format!("{}.safetensors.index.json", checkpoint.stem);
+            self.find(
+                index,
+                format!("is missing, and {} files need it", checkpoint.files.len()),
+            );
+        }
+    }
+
     fn find(&mut self, subject: impl ToString, what: impl ToString) {
         self.findings.push(Finding {
             subject: subject.to_string(),
@@ -94,29 +112,16 @@ impl Outcome {
 
 /// The report, if the folder has one; one that cannot be read is a finding.
 fn read_report(dst: &Path, outcome: &mut Outcome) -> Result<Option<Report>> {
-    let path = dst.join(report::FILE_NAME);
-    let bytes = match std::fs::read(&path) {
-        Ok(bytes) => bytes,
-        Err(error)
-            if matches!(
-                error.kind(),
-                std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory
-            ) =>
-        {
-            outcome
-                .notes
-                .push("no quantization_report.json: hashes and reported SNRs are not checked".to_string());
-            return Ok(None);
+    match Report::read(&dst.join(REPORT_FILE)) {
+        Ok(Some(report)) => return Ok(Some(report)),
+        Ok(None) => {
+            let note = format!("no {REPORT_FILE}: hashes and reported SNRs are not checked");
+            outcome.notes.push(note);
         }
-        Err(error) => return Err(Error::io(&path, "reading")(error)),
-    };
-    match serde_json::from_slice(&bytes) {
-        Ok(report) => Ok(Some(report)),
-        Err(error) => {
-            outcome.find(report::FILE_NAME, format!("not a report of this tool: {error}"));
-            Ok(None)
-        }
+        Err(error @ Error::BadJson { .. }) => outcome.find(REPORT_FILE, error),
+        Err(error) => return Err(error),
     }
+    Ok(None)
 }
 
 /// The scheme that the checkpoint names, its config checked against the report's copy of it.
@@ -160,12 +165,9 @@ fn compare_configs(config: &Map<String, Value>, reported: &Map<String, Value>, o
     }
 }
 
-/// A complete quantized module.
+/// A complete packed module and the weights that it was made from.
 struct Stack<'a> {
-    name: String,
-    shape: Shape,
-    /// In the scheme's order.
-    tensors: Vec<&'a SourceTensor>,
+    module: PackedModule<'a>,
     source: Option<SourceRange>,
 }
 
@@ -201,53 +203,56 @@ impl<'a> Check<'a> {
     /// Sorts tensors into modules and dense ones, each complete, and finds where they come from.
     fn structure(&mut self, outcome: &mut Outcome) -> Result<()> {
         outcome.tensors = self.checkpoint.tensors.len();
-        let suffixes = self.scheme.scheme.suffixes();
         let mut used: BTreeSet<&str> = BTreeSet::new();
         let mut covered: HashMap<usize, usize> = HashMap::new();
-        for name in self.module_names() {
+        let reported = self.report.iter().flat_map(|report| &report.per_tensor);
+        let reported = reported.map(|tensor| module_of(&tensor.name).to_string());
+        // A source whose fused rows cannot be told is an error where the module is looked at again below.
+        let dtype_of = |name: &str| {
+            self.origin_of(&format!("{name}.weight"))
+                .ok()
+                .flatten()
+                .map(|found| found.1)
+        };
+        let modules = find_modules(self.checkpoint, &self.scheme, reported, |name| {
+            dtype_of(name).unwrap_or(Float::Bf16)
+        });
+        for (name, module) in modules {
             let weight = format!("{name}.weight");
             if self.checkpoint.tensor(&weight).is_some() {
                 outcome.find(&weight, "is there beside the packed tensors of the same module");
             }
-            let tensors: Vec<Option<&SourceTensor>> = suffixes
-                .iter()
-                .map(|suffix| self.checkpoint.tensor(&format!("{name}.{suffix}")))
-                .collect();
-            used.extend(tensors.iter().flatten().map(|tensor| tensor.name.as_str()));
+            for suffix in self.scheme.scheme.suffixes() {
+                used.extend(
+                    self.checkpoint
+                        .tensor(&format!("{name}.{suffix}"))
+                        .map(|tensor| tensor.name.as_str()),
+                );
+            }
             let from = self.origin(&weight, outcome)?;
-            let dtype = from.map_or(Float::Bf16, |(_, dtype, _)| dtype);
-            let stored: Vec<_> = tensors
-                .iter()
-                .map(|tensor| tensor.map(|tensor| (tensor.dtype, tensor.shape.as_slice())))
-                .collect();
-            let shape = match self.scheme.scheme.dense_shape(&stored, self.scheme.group, dtype) {
-                Ok(shape) => shape,
+            if let Some((origin, ..)) = from {
+                *covered.entry(origin.tensor).or_default() += origin.rows;
+            }
+            let module = match module {
+                Ok(module) => module,
                 Err(fault) => {
                     outcome.find(format!("{name}.{}", fault.suffix), fault.what);
                     continue;
                 }
             };
-            let source = match from {
-                Some((origin, _, range)) => {
-                    *covered.entry(origin.tensor).or_default() += origin.rows;
-                    if range.len != shape.dense_bytes() || origin.rows != shape.rows {
-                        let what = format!(
-                            "decodes to [{}, {}], the source has {} rows in {} bytes",
-                            shape.rows, shape.columns, origin.rows, range.len
-                        );
-                        outcome.find(&name, what);
-                        continue;
-                    }
-                    Some(range)
+            let source = from.map(|(.., range)| range);
+            if let Some((origin, _, range)) = from {
+                let shape = module.shape;
+                if range.len != shape.dense_bytes() || origin.rows != shape.rows {
+                    let what = format!(
+                        "decodes to [{}, {}], the source has {} rows in {} bytes",
+                        shape.rows, shape.columns, origin.rows, range.len
+                    );
+                    outcome.find(&name, what);
+                    continue;
                 }
-                None => None,
-            };
-            self.stacks.push(Stack {
-                name,
-                shape,
-                tensors: tensors.into_iter().flatten().collect(),
-                source,
-            });
+            }
+            self.stacks.push(Stack { module, source });
         }
         for tensor in &self.checkpoint.tensors {
             if used.contains(tensor.name.as_str()) {
@@ -276,6 +281,17 @@ impl<'a> Check<'a> {
         }
         self.source_is_covered(&covered, outcome);
         outcome.modules = self.stacks.len();
+        let tied = self
+            .checkpoint
+            .config
+            .as_ref()
+            .and_then(|config| config.bool("tie_word_embeddings"));
+        if tied == Some(true) && self.stacks.iter().any(|stack| stack.module.name == "lm_head") {
+            outcome.find(
+                "config.json",
+                "tie_word_embeddings is true, so readers would not load the quantized lm_head",
+            );
+        }
         Ok(())
     }
 
@@ -300,47 +316,23 @@ impl<'a> Check<'a> {
         }
     }
 
-    /// Modules by what is stored and by what the report says was.
-    fn module_names(&self) -> BTreeSet<String> {
-        let suffixes = self.scheme.scheme.suffixes();
-        let mut counts: BTreeMap<&str, (usize, bool)> = BTreeMap::new();
-        for tensor in &self.checkpoint.tensors {
-            if let Some((module, suffix)) = tensor.name.rsplit_once('.') {
-                if let Some(at) = suffixes.iter().position(|known| *known == suffix) {
-                    let entry = counts.entry(module).or_default();
-                    entry.0 += 1;
-                    entry.1 |= at == 0;
-                }
-            }
-        }
-        let stored = counts.into_iter().filter(|(_, (count, first))| *first || *count > 1);
-        let reported = self.report.iter().flat_map(|report| &report.per_tensor);
-        stored
-            .map(|(name, _)| name.to_string())
-            .chain(reported.map(|tensor| module_of(&tensor.name).to_string()))
-            .collect()
-    }
-
     /// Where the source keeps the values of tensor `name`; a tensor that it does not have is a finding.
     fn origin(&self, name: &str, outcome: &mut Outcome) -> Result<Option<(Origin, Float, SourceRange)>> {
+        let found = self.origin_of(name)?;
+        if found.is_none() && self.source.is_some() {
+            outcome.find(name, "is not in the source");
+        }
+        Ok(found)
+    }
+
+    fn origin_of(&self, name: &str) -> Result<Option<(Origin, Float, SourceRange)>> {
         let Some(source) = self.source else { return Ok(None) };
         let Some(found) = origin(source, name)? else {
-            outcome.find(name, "is not in the source");
             return Ok(None);
         };
         let tensor = &source.tensors[found.tensor];
-        let all = tensor.shape.first().copied().unwrap_or(1).max(1) as u64;
-        let row = tensor.len / all;
-        let range = SourceRange {
-            file: tensor.file,
-            offset: tensor.offset + row * found.first_row as u64,
-            len: row * found.rows as u64,
-        };
-        Ok(Some((
-            found,
-            Float::from_dtype(tensor.dtype).unwrap_or(Float::Bf16),
-            range,
-        )))
+        let dtype = Float::from_dtype(tensor.dtype).unwrap_or(Float::Bf16);
+        Ok(Some((found, dtype, rows_of(tensor, &found))))
     }
 
     fn dense_range(&self, tensor: &SourceTensor, from: Origin, outcome: &mut Outcome) -> Option<SourceRange> {
@@ -357,12 +349,7 @@ impl<'a> Check<'a> {
             outcome.find(&tensor.name, what);
             return None;
         }
-        let row = source.len / source.shape.first().copied().unwrap_or(1).max(1) as u64;
-        Some(SourceRange {
-            file: source.file,
-            offset: source.offset + row * from.first_row as u64,
-            len: row * from.rows as u64,
-        })
+        Some(rows_of(source, &from))
     }
 
     /// Names, shapes and totals that the report repeats.
@@ -378,14 +365,22 @@ impl<'a> Check<'a> {
                 outcome.find(&tensor.name, "is here and not in the report");
             }
         }
-        let stored: BTreeMap<&str, &Stack> = self.stacks.iter().map(|stack| (stack.name.as_str(), stack)).collect();
+        if report.group != self.scheme.group {
+            let what = format!("group is {}, config.json says {}", report.group, self.scheme.group);
+            outcome.find(REPORT_FILE, what);
+        }
+        let stored: BTreeMap<&str, &Stack> = self
+            .stacks
+            .iter()
+            .map(|stack| (stack.module.name.as_str(), stack))
+            .collect();
         for tensor in &report.per_tensor {
             if let Some(stack) = stored.get(module_of(&tensor.name)) {
-                let shape = [stack.shape.rows, stack.shape.columns];
-                if tensor.shape != shape || tensor.group != stack.shape.group {
+                let shape = [stack.module.shape.rows, stack.module.shape.columns];
+                if tensor.shape != shape || tensor.group != stack.module.shape.group {
                     let what = format!(
                         "is {shape:?} in groups of {}, the report says {:?} in groups of {}",
-                        stack.shape.group, tensor.shape, tensor.group
+                        stack.module.shape.group, tensor.shape, tensor.group
                     );
                     outcome.find(&tensor.name, what);
                 }
@@ -395,9 +390,9 @@ impl<'a> Check<'a> {
             if !report
                 .per_tensor
                 .iter()
-                .any(|tensor| module_of(&tensor.name) == stack.name)
+                .any(|tensor| module_of(&tensor.name) == stack.module.name)
             {
-                outcome.find(&stack.name, "is quantized here and not in the report");
+                outcome.find(&stack.module.name, "is quantized here and not in the report");
             }
         }
         let (mean, min) = report::summarise(report.per_tensor.iter().map(|tensor| tensor.snr_db));
@@ -408,7 +403,7 @@ impl<'a> Check<'a> {
         for (key, said, is) in totals {
             if said != is {
                 outcome.find(
-                    report::FILE_NAME,
+                    REPORT_FILE,
                     format!("{key} is {said:?}, its own per_tensor makes it {is:?}"),
                 );
             }
@@ -419,7 +414,7 @@ impl<'a> Check<'a> {
                 report.tensors,
                 report.per_tensor.len()
             );
-            outcome.find(report::FILE_NAME, what);
+            outcome.find(REPORT_FILE, what);
         }
     }
 
@@ -429,9 +424,9 @@ impl<'a> Check<'a> {
         self.sums = self.stacks.iter().map(|_| Mutex::default()).collect();
         let mut tasks = Vec::new();
         for (at, stack) in self.stacks.iter().enumerate() {
-            let tiles = scheme.tiles(&stack.shape, settings.tile_budget());
+            let tiles = scheme.tiles(&stack.module.shape, settings.tile_budget());
             if tiles.len() > 1 {
-                tasks.extend(stack.tensors.iter().map(|tensor| Task::Hash { tensor }));
+                tasks.extend(stack.module.tensors.iter().map(|tensor| Task::Hash { tensor }));
             }
             tasks.extend(tiles.into_iter().map(|tile| Task::Measure { at, tile }));
         }
@@ -480,7 +475,7 @@ impl<'a> Check<'a> {
         let stack = &self.stacks[at];
         let mut stored = StackReader {
             reader: &mut worker.stored,
-            tensors: &stack.tensors,
+            tensors: &stack.module.tensors,
         };
         let mut weights = match (&mut worker.source, stack.source) {
             (Some(reader), Some(source)) => Some(ModuleWeights { reader, source }),
@@ -491,7 +486,7 @@ impl<'a> Check<'a> {
         let (scheme, buffers) = (self.scheme.scheme.as_ref(), &mut worker.buffers);
         let stats = scheme.measure(
             settings.level,
-            &stack.shape,
+            &stack.module.shape,
             tile,
             &mut stored,
             weights,
@@ -499,13 +494,13 @@ impl<'a> Check<'a> {
             &mut faults,
         )?;
         for StoredFault { suffix, what } in faults {
-            found.find(format!("{}.{suffix}", stack.name), what);
+            found.find(format!("{}.{suffix}", stack.module.name), what);
         }
         for piece in &worker.buffers.pieces {
             let bytes = &worker.buffers.outputs[piece.output].bytes()[piece.from..piece.from + piece.bytes()];
-            let tensor = stack.tensors[piece.output];
+            let tensor = stack.module.tensors[piece.output];
             // A tensor in several pieces is hashed by a task of its own.
-            if bytes.len() as u64 == tensor.len && tile.end - tile.begin == stack.shape.rows {
+            if bytes.len() as u64 == tensor.len && tile.end - tile.begin == stack.module.shape.rows {
                 self.check_hash(tensor, XxHash3_128::oneshot(bytes), found);
             }
         }
@@ -516,7 +511,10 @@ impl<'a> Check<'a> {
 
     fn add(&self, at: usize, stats: TileStats) {
         let mut sums = self.sums[at].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        sums.resize(self.scheme.scheme.blocks(&self.stacks[at].shape), ErrorSums::default());
+        sums.resize(
+            self.scheme.scheme.blocks(&self.stacks[at].module.shape),
+            ErrorSums::default(),
+        );
         sums[stats.first_block..][..stats.blocks.len()].copy_from_slice(&stats.blocks);
     }
 
@@ -591,12 +589,12 @@ impl<'a> Check<'a> {
                 .for_each(|&block| total += block);
             let snr = report::snr_db(total);
             let text = |snr: Option<f64>| snr.map_or("without loss".to_string(), |snr| format!("{snr} dB"));
-            let name = if stack.name == "lm_head" {
-                stack.name.clone()
+            let name = if stack.module.name == "lm_head" {
+                stack.module.name.clone()
             } else {
-                format!("{}.weight", stack.name)
+                format!("{}.weight", stack.module.name)
             };
-            if let Some(&said) = reported.get(stack.name.as_str()) {
+            if let Some(&said) = reported.get(stack.module.name.as_str()) {
                 if said != snr {
                     let what = format!(
                         "its stored bytes have an SNR of {}, the report says {}",
@@ -614,6 +612,16 @@ impl<'a> Check<'a> {
             outcome.snr_db.insert(name, snr);
         }
         (outcome.snr_db_mean, outcome.snr_db_min) = report::summarise(outcome.snr_db.values().copied());
+    }
+}
+
+/// The bytes of some rows of a source tensor.
+fn rows_of(tensor: &SourceTensor, origin: &Origin) -> SourceRange {
+    let row = tensor.len / tensor.shape.first().copied().unwrap_or(1).max(1) as u64;
+    SourceRange {
+        file: tensor.file,
+        offset: tensor.offset + row * origin.first_row as u64,
+        len: row * origin.rows as u64,
     }
 }
 

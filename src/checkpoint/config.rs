@@ -78,6 +78,16 @@ impl Config {
         self.get(key).and_then(Value::as_bool).or_else(nested)
     }
 
+    /// A text at the top level or, where it is not there, in `text_config`.
+    pub fn text(&self, key: &str) -> Option<&str> {
+        let nested = || self.get(NESTED)?.get(key)?.as_str();
+        self.get(key).and_then(Value::as_str).or_else(nested)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.map.is_empty()
+    }
+
     /// Replaces a top-level value in its place, or appends it.
     pub fn set(&mut self, key: &str, value: impl Into<Value>) {
         self.map.insert(key.to_string(), value.into());
@@ -157,6 +167,8 @@ fn show_literals(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn parse(text: &str) -> Result<Config> {
@@ -248,5 +260,17 @@ mod tests {
         );
         let message = Config::parse(Path::new("c"), b"{\"\xff\": 1}").unwrap_err().to_string();
         assert!(message.starts_with("c: not valid JSON: invalid utf-8"), "{message}");
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics_and_what_is_written_is_read(text in "[\\[\\]{}\":,0-9aeE.NI+\\-é \\\\u\n]{0,40}|.{0,20}") {
+            for text in [text.clone(), format!("{{\"k\": [{text}]}}")] {
+                if let Ok(config) = parse(&text) {
+                    let again = Config::parse(&config.path, &config.to_bytes()).unwrap();
+                    prop_assert_eq!(again.to_bytes(), config.to_bytes());
+                }
+            }
+        }
     }
 }

@@ -3,10 +3,10 @@
 use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
-use serde::Deserialize;
+use serde_json::Value;
 
 use super::header::open_regular;
-use super::sidecars::{REPORT, SKIPPED_FOLDERS};
+use super::sidecars::{DENSE_REPORT, REPORT, SKIPPED_FOLDERS};
 use crate::error::{Error, Result};
 
 /// How the `tool` of a `quantization_report.json` that this tool wrote begins; its version follows.
@@ -102,10 +102,6 @@ pub(super) fn inspect(target: &Path, overwrite: bool) -> Result<Existing> {
 
 /// What shows that a folder is not just a checkpoint of this tool, or `None`.
 fn foreign(folder: &Path) -> Result<Option<String>> {
-    #[derive(Deserialize)]
-    struct Report {
-        tool: String,
-    }
     // This tool never writes these, so there is work of someone else's in them.
     if let Some(name) = SKIPPED_FOLDERS
         .iter()
@@ -113,19 +109,20 @@ fn foreign(folder: &Path) -> Result<Option<String>> {
     {
         return Ok(Some(format!("{name}, which this tool does not write")));
     }
-    let path = folder.join(REPORT);
-    if path.symlink_metadata().is_err_and(|e| e.kind() == ErrorKind::NotFound) {
+    let mut reports = [REPORT, DENSE_REPORT].into_iter().map(|name| (name, folder.join(name)));
+    let Some((name, path)) = reports.find(|(_, path)| path.symlink_metadata().is_ok()) else {
         return Ok(Some(format!("no {REPORT}")));
-    }
+    };
     let mut bytes = Vec::new();
     open_regular(&path)?
         .0
         .read_to_end(&mut bytes)
         .map_err(Error::io(&path, "reading"))?;
-    Ok(match serde_json::from_slice::<Report>(&bytes) {
-        Ok(report) if report.tool.starts_with(TOOL_MARK) => None,
-        Ok(report) => Some(format!("a {REPORT} of {:?}", report.tool)),
-        Err(_) => Some(format!("a {REPORT} that does not name its tool")),
+    let report: Option<Value> = serde_json::from_slice(&bytes).ok();
+    Ok(match report.as_ref().and_then(|report| report.get("tool")?.as_str()) {
+        Some(tool) if tool.starts_with(TOOL_MARK) => None,
+        Some(tool) => Some(format!("a {name} of {tool:?}")),
+        None => Some(format!("a {name} that does not name its tool")),
     })
 }
 

@@ -21,6 +21,9 @@ pub const HEADER_LIMIT: u64 = 100_000_000;
 /// Bytes of the little-endian length before the JSON.
 const LENGTH_BYTES: u64 = 8;
 
+/// How a Git LFS pointer begins. As a header length it would be over the limit, so no file is taken for one wrongly.
+const LFS_POINTER: [u8; LENGTH_BYTES as usize] = *b"version ";
+
 const METADATA_KEY: &str = "__metadata__";
 
 /// One tensor as a header states it. `begin` and `end` are bytes from the start of the data section.
@@ -67,6 +70,10 @@ impl Metadata {
         }
     }
 
+    pub fn remove(&mut self, key: &str) {
+        self.0.retain(|(k, _)| k != key);
+    }
+
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(k, v)| (k.as_str(), v.as_str()))
     }
@@ -101,6 +108,12 @@ pub fn read_header(path: &Path) -> Result<Header> {
     let mut length = [0; LENGTH_BYTES as usize];
     file.read_exact(&mut length)
         .map_err(Error::io(path, "reading the header length"))?;
+    if length == LFS_POINTER {
+        return Err(Error::LfsPointer {
+            path: path.to_path_buf(),
+            len: file_len,
+        });
+    }
     let header = u64::from_le_bytes(length);
     if header > file_len - LENGTH_BYTES {
         return Err(Error::HeaderTooLong {

@@ -11,7 +11,7 @@ use super::header::{open_regular, Header, Pairs};
 use super::shards::{natural_order, stem_of, EXTENSION};
 use crate::error::{Error, Result};
 
-pub(super) const SUFFIX: &str = ".safetensors.index.json";
+const SUFFIX: &str = ".safetensors.index.json";
 
 /// An index that was read; nothing was compared with the shards yet.
 #[derive(Debug)]

@@ -90,13 +90,13 @@ mod tests {
         shrink(&files[0].path);
         let message = reader.read_exact_at(0, 2, &mut buf).unwrap_err().to_string();
         assert!(
-            message.contains("/a: was 10 bytes when its header was read and is 4 now"),
+            message.contains("/a: was 10 bytes when it was first looked at and is 4 now"),
             "{message}"
         );
         shrink(&files[1].path);
         let message = reader.read_exact_at(1, 0, &mut buf).unwrap_err().to_string();
         assert!(
-            message.contains("/b: was 6 bytes when its header was read and is 4 now"),
+            message.contains("/b: was 6 bytes when it was first looked at and is 4 now"),
             "{message}"
         );
         std::fs::remove_file(&files[0].path).unwrap();

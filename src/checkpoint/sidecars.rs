@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::{index, shards};
+use super::shards;
 use crate::error::{Error, Result};
 
 /// Edited by a run, not copied.
@@ -13,10 +13,13 @@ pub const CONFIG: &str = "config.json";
 /// Written by a run; says that a folder is this tool's.
 pub const REPORT: &str = "quantization_report.json";
 
+/// What a run that makes a checkpoint dense writes instead.
+pub const DENSE_REPORT: &str = "dequantization_report.json";
+
 /// Folders of tools, not of the checkpoint.
 pub(super) const SKIPPED_FOLDERS: [&str; 2] = [".git", ".cache"];
 
-/// Weights in other formats. An index over them is `NAME.EXTENSION.index.json`.
+/// Weights in other formats, by extension.
 const OTHER_WEIGHTS: [&str; 11] = [
     "bin",
     "pt",
@@ -129,13 +132,21 @@ fn is_excluded(relative: &Path) -> bool {
     // A name that is not UTF-8 keeps its ASCII suffix in the lossy form.
     let name = relative.file_name().unwrap_or_default().to_string_lossy();
     let at_top = relative.components().count() == 1;
-    let weights = name.strip_suffix(".index.json").unwrap_or(&name);
-    let other = weights
-        .rsplit_once('.')
-        .is_some_and(|(_, extension)| OTHER_WEIGHTS.contains(&extension));
-    other
-        || name.ends_with(index::SUFFIX)
-        || at_top && (name == CONFIG || name == REPORT || name.ends_with(shards::EXTENSION))
+    // An index is NAME.EXTENSION.index.json or, of a variant, NAME.EXTENSION.index.VARIANT.json.
+    let indexed = name.strip_suffix(".json").and_then(|name| {
+        let (weights, _) = name
+            .split_once(".index.")
+            .or_else(|| Some((name.strip_suffix(".index")?, "")))?;
+        Some(weights)
+    });
+    let has_extension =
+        |name: &str, extension: &str| name.rsplit_once('.').is_some_and(|(_, found)| found == extension);
+    OTHER_WEIGHTS
+        .iter()
+        .any(|extension| has_extension(indexed.unwrap_or(&name), extension))
+        || indexed.is_some_and(|weights| weights.ends_with(shards::EXTENSION))
+        || at_top
+            && ([CONFIG, REPORT, DENSE_REPORT].iter().any(|known| name == *known) || name.ends_with(shards::EXTENSION))
 }
 
 #[cfg(test)]
@@ -155,6 +166,8 @@ mod tests {
             "original/consolidated.00.pth",
             "pytorch_model.bin.index.json",
             "onnx/model.onnx_data",
+            "unet/diffusion_pytorch_model.safetensors.index.fp16.json",
+            "pytorch_model.bin.index.fp16.json",
         ] {
             assert!(is_excluded(Path::new(name)), "{name}");
         }

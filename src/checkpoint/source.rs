@@ -1,7 +1,6 @@
 //! A checkpoint that is read: its files, tensors, config and sidecars, from headers alone.
 
 use std::collections::{HashMap, HashSet};
-use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
@@ -59,6 +58,8 @@ pub struct Checkpoint {
     pub metadata: Metadata,
     /// `None` where there is no `config.json`, and for a single file.
     pub config: Option<Config>,
+    /// Whether an index names the files.
+    pub indexed: bool,
     /// Files to copy as they are, sorted by path. None for a single file.
     pub sidecars: Vec<Sidecar>,
     /// What the user should know although nothing is wrong, one line each.
@@ -99,6 +100,7 @@ impl Checkpoint {
             metadata: Metadata::default(),
             config: None,
             sidecars: Vec::new(),
+            indexed: false,
             warnings: Vec::new(),
             by_name: HashMap::new(),
         };
@@ -186,11 +188,6 @@ fn open_folder(folder: &Path) -> Result<Checkpoint> {
 
     let (stem, names) = match &index {
         Some(index) => {
-            for name in weights.iter().filter(|name| !index.names(name)) {
-                index.check_stranger(name)?;
-                let (path, index) = (folder.join(name), index.path.display());
-                warnings.push(format!("{}: skipped, since {index} does not name it", path.display()));
-            }
             let names = index.shards.iter().map(|(name, _)| name.clone()).collect();
             (index.stem.clone(), names)
         }
@@ -224,7 +221,19 @@ fn open_folder(folder: &Path) -> Result<Checkpoint> {
         }
         files.push((path, name.clone(), header));
     }
+    // After the shards, whose tensors say more of what is wrong with the index than a file's name.
+    for (index, name) in index
+        .iter()
+        .flat_map(|index| weights.iter().map(move |name| (index, name)))
+    {
+        if !index.names(name) {
+            index.check_stranger(name)?;
+            let (path, index) = (folder.join(name), index.path.display());
+            warnings.push(format!("{}: skipped, since {index} does not name it", path.display()));
+        }
+    }
     let mut checkpoint = Checkpoint::new(folder.to_path_buf(), stem, files)?;
+    checkpoint.indexed = index.is_some();
     if let Some(index) = &index {
         let total = checkpoint
             .tensors
@@ -242,12 +251,13 @@ fn open_folder(folder: &Path) -> Result<Checkpoint> {
     Ok(checkpoint)
 }
 
-/// Names directly in the folder, sorted. Those that are not UTF-8 are no name of a weight or an index, and left out.
+/// Names directly in the folder, sorted. A weight whose name is not UTF-8 is not found under the name made of it here:
+/// an error, where leaving the name out would lose its tensors in silence.
 fn list_names(folder: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(Error::io(folder, "listing"))? {
-        let name = entry.map_err(Error::io(folder, "listing"))?.file_name();
-        names.extend(OsStr::to_str(&name).map(str::to_string));
+        let entry = entry.map_err(Error::io(folder, "listing"))?;
+        names.push(entry.file_name().to_string_lossy().into_owned());
     }
     names.sort();
     Ok(names)

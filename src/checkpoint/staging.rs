@@ -9,11 +9,11 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rustix::fs::{flock, FallocateFlags, FlockOperation, RenameFlags, CWD};
-use rustix::io::Errno;
+use rustix::fs::{fallocate, flock, FallocateFlags, FlockOperation, RenameFlags, CWD};
+use rustix::io::{retry_on_intr, Errno};
 use tempfile::TempDir;
 
-use super::destination::{free_bytes, inspect, resolve, Existing};
+use super::destination::{check_space, inspect, resolve, Existing};
 use super::header::open_regular;
 use super::sidecars::Sidecar;
 use crate::error::{Error, Result};
@@ -286,7 +286,7 @@ fn locked_folder(parent: &Path, name: &OsStr) -> Result<(TempDir, Option<File>)>
         let path = folder.path();
         let handle = File::open(path).map_err(Error::io(path, "opening"))?;
         // Some network file systems have no locks on folders; there, nobody can take it for a stale one either.
-        let Ok(()) = flock(&handle, FlockOperation::LockExclusive) else {
+        let Ok(()) = retry_on_intr(|| flock(&handle, FlockOperation::LockExclusive)) else {
             return Ok((folder, None));
         };
         // Another run may have found it unlocked a moment ago, and removed it.
@@ -324,14 +324,11 @@ fn reserve(path: &Path, file: &File, len: u64) -> Result<()> {
     if len == 0 {
         return Ok(());
     }
-    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, len) {
+    // Asked first: some file systems fill the disk before they say that it is too small.
+    check_space(path, len)?;
+    match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, len)) {
         Ok(()) => Ok(()),
         Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => file.set_len(len).map_err(Error::io(path, "sizing")),
-        Err(Errno::NOSPC) => Err(Error::DiskTooSmall {
-            path: path.to_path_buf(),
-            needed: len,
-            free: free_bytes(path)?,
-        }),
         Err(e) => Err(Error::io(path, "reserving space")(e.into())),
     }
 }

@@ -123,8 +123,9 @@ impl Job for Transpose<'_> {
             dst_stride,
         } = self;
         let (whole_rows, whole_cols) = (rows - rows % 16, cols - cols % 16);
-        for r in (0..whole_rows).step_by(16) {
-            for c in (0..whole_cols).step_by(16) {
+        // Down the rows first: neighbouring blocks of rows are neighbouring lines of `dst`.
+        for c in (0..whole_cols).step_by(16) {
+            for r in (0..whole_rows).step_by(16) {
                 let block = l.transpose(load_block(l, &src[r * src_stride + c..], src_stride));
                 for (i, line) in block.into_iter().enumerate() {
                     l.store(line, line_of(&mut dst[(c + i) * dst_stride + r..]));
@@ -145,9 +146,22 @@ impl Job for Transpose<'_> {
 fn load_block<L: Lanes>(l: L, src: &[u32], stride: usize) -> [L::I; 16] {
     let mut block = [l.splat_i(0); 16];
     for (i, line) in block.iter_mut().enumerate() {
-        *line = l.load(src[i * stride..].first_chunk().expect("a line of 16 words"));
+        *line = load_line(l, &src[i * stride..]);
     }
     block
+}
+
+#[inline(always)]
+fn load_line<L: Lanes>(l: L, src: &[u32]) -> L::I {
+    l.load(src.first_chunk().expect("a line of 16 words"))
+}
+
+/// `width` words; zeros in the other lanes.
+#[inline(always)]
+fn load_part_line<L: Lanes>(l: L, src: &[u32], width: usize) -> L::I {
+    let mut line = [0; 16];
+    line[..width].copy_from_slice(&src[..width]);
+    l.load(&line)
 }
 
 #[inline(always)]
@@ -284,9 +298,7 @@ impl Job for AwqPack<'_> {
 fn load_part<L: Lanes>(l: L, src: &[u32], stride: usize, height: usize, width: usize) -> [L::I; 16] {
     let mut block = [l.splat_i(0); 16];
     for (i, out) in block.iter_mut().enumerate().take(height) {
-        let mut line = [0; 16];
-        line[..width].copy_from_slice(&src[i * stride..][..width]);
-        *out = l.load(&line);
+        *out = load_part_line(l, &src[i * stride..], width);
     }
     block
 }
@@ -321,9 +333,11 @@ impl Job for AwqUnpack<'_> {
                     let mut codes = [l.splat_i(0); 8];
                     for (i, line) in codes.iter_mut().enumerate() {
                         let src = &src[(8 * (col + c) + i) * stride + first / 8..];
-                        let mut all = [0; 16];
-                        all[..blocks].copy_from_slice(&src[..blocks]);
-                        *line = l.load(&all);
+                        *line = if blocks == 16 {
+                            load_line(l, src)
+                        } else {
+                            load_part_line(l, src, blocks)
+                        };
                     }
                     let rows_of_words = transpose_nibbles(l, codes);
                     for (nibble, offset) in NibbleOrder::Awq.offsets().into_iter().enumerate() {
@@ -401,5 +415,146 @@ fn pack_word(zeros: &[u8], g: usize, order: NibbleOrder, block: usize, gi: usize
 fn unpack_word(word: u32, g: usize, order: NibbleOrder, block: usize, gi: usize, zeros: &mut [u8]) {
     for (nibble, offset) in order.offsets().into_iter().enumerate() {
         zeros[(8 * block + offset) * g + gi] = (word >> (4 * nibble) & 15) as u8;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const GARBAGE: u32 = 0xdead_beef;
+
+    fn words(count: usize, seed: u32) -> Vec<u32> {
+        (0..count as u32)
+            .map(|i| (i ^ seed).wrapping_mul(2_654_435_761) ^ i << 7)
+            .collect()
+    }
+
+    /// Every level, both ways, with a strip inside a larger matrix whose other elements must not change.
+    fn check_transpose(rows: usize, cols: usize, stride: usize) {
+        let src = words(rows * cols, 1);
+        for level in Level::available() {
+            let mut strip = vec![GARBAGE; (cols * stride).max(rows)];
+            transpose(level, &src, rows, cols, &mut strip, stride);
+            for (i, word) in strip.iter().enumerate() {
+                let (c, r) = (i / stride, i % stride);
+                let expected = if r < rows && c < cols {
+                    src[r * cols + c]
+                } else {
+                    GARBAGE
+                };
+                assert_eq!(*word, expected, "{level}: {rows} by {cols}, stride {stride}, at {i}");
+            }
+            let mut back = vec![GARBAGE; src.len()];
+            untranspose(level, &strip, stride, rows, cols, &mut back);
+            assert_eq!(back, src, "{level}: {rows} by {cols}, stride {stride}");
+        }
+    }
+
+    #[test]
+    fn transposes_of_every_shape() {
+        for rows in [0, 1, 7, 8, 15, 16, 17, 31, 32, 40, 64, 128] {
+            for cols in [0, 1, 2, 8, 15, 16, 17, 33, 48] {
+                for more in [0, 1, 24] {
+                    check_transpose(rows, cols, (rows + more).max(1));
+                }
+            }
+        }
+    }
+
+    fn check_awq(rows: usize, k: usize, stride: usize) {
+        let src = words(rows * k / 8, 2);
+        let code = |row: usize, column: usize| src[(row * k + column) / 8] >> (4 * (column % 8)) & 15;
+        for level in Level::available() {
+            let mut strip = vec![GARBAGE; k * stride];
+            awq_pack(level, &src, rows, k, &mut strip, stride);
+            for (i, word) in strip.iter().enumerate() {
+                let (column, block) = (i / stride, i % stride);
+                let expected = if block < rows / 8 {
+                    let order = [0, 2, 4, 6, 1, 3, 5, 7];
+                    (0..8).map(|n| code(8 * block + order[n], column) << (4 * n)).sum()
+                } else {
+                    GARBAGE
+                };
+                assert_eq!(*word, expected, "{level}: {rows} by {k}, stride {stride}, at {i}");
+            }
+            let mut back = vec![GARBAGE; src.len()];
+            awq_unpack(level, &strip, stride, rows, k, &mut back);
+            assert_eq!(back, src, "{level}: {rows} by {k}, stride {stride}");
+        }
+    }
+
+    #[test]
+    fn awq_of_every_shape() {
+        for rows in [0, 8, 16, 40, 120, 128, 136, 256, 264] {
+            for k in [8, 16, 120, 128, 136, 256, 264] {
+                for more in [0, 1, 5] {
+                    check_awq(rows, k, (rows / 8 + more).max(1));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn scales_are_transposed_and_come_back() {
+        for (rows, cols, stride) in [(1, 1, 1), (31, 3, 40), (32, 16, 32), (33, 5, 64), (72, 7, 80)] {
+            let src: Vec<u16> = (0..rows * cols).map(|i| i as u16).collect();
+            let mut strip = vec![0xbeef; cols * stride];
+            transpose_u16(&src, rows, cols, &mut strip, stride);
+            for (i, value) in strip.iter().enumerate() {
+                let (c, r) = (i / stride, i % stride);
+                assert_eq!(*value, if r < rows { src[r * cols + c] } else { 0xbeef });
+            }
+            let mut back = vec![0; src.len()];
+            untranspose_u16(&strip, stride, rows, cols, &mut back);
+            assert_eq!(back, src);
+        }
+    }
+
+    #[test]
+    fn zero_points_by_hand() {
+        // 8 rows of 2 groups: group 0 holds the row's number, group 1 that number from 15 down.
+        let zeros: Vec<u8> = (0..8).flat_map(|row| [row, 15 - row]).collect();
+        let mut packed = [GARBAGE; 5];
+        pack_rows(&zeros, 8, 2, NibbleOrder::Sequential, &mut packed[1..], 3);
+        assert_eq!(packed, [GARBAGE, 0x7654_3210, GARBAGE, GARBAGE, 0x89ab_cdef]);
+        pack_rows(&zeros, 8, 2, NibbleOrder::Awq, &mut packed, 1);
+        assert_eq!(packed[..2], [0x7531_6420, 0x8ace_9bdf]);
+        pack_rows_along(&zeros, 8, 2, &mut packed);
+        assert_eq!(packed[..2], [0x7654_3210, 0x89ab_cdef]);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn zero_points_come_back(blocks in 0..6_usize, g in 1..9_usize, more in 0..3_usize, seed in any::<u32>()) {
+            let rows = 8 * blocks;
+            let zeros: Vec<u8> = words(rows * g, seed).iter().map(|word| (word >> 28) as u8).collect();
+            let mut back = vec![0xef; zeros.len()];
+            for order in [NibbleOrder::Sequential, NibbleOrder::Awq] {
+                let stride = blocks + more;
+                let mut packed = vec![GARBAGE; g * stride];
+                pack_rows(&zeros, rows, g, order, &mut packed, stride);
+                unpack_rows(&packed, stride, rows, g, order, &mut back);
+                prop_assert_eq!(&back, &zeros);
+            }
+            let mut packed = vec![GARBAGE; g * blocks];
+            pack_rows_along(&zeros, rows, g, &mut packed);
+            back.fill(0xef);
+            unpack_rows_along(&packed, rows, g, &mut back);
+            prop_assert_eq!(&back, &zeros);
+        }
+
+        #[test]
+        fn transposes_come_back(rows in 0..70_usize, cols in 1..70_usize, more in 0..9_usize) {
+            check_transpose(rows, cols, (rows + more).max(1));
+        }
+
+        #[test]
+        fn awq_comes_back(blocks in 0..20_usize, words in 1..20_usize, more in 0..3_usize) {
+            check_awq(8 * blocks, 8 * words, (blocks + more).max(1));
+        }
     }
 }

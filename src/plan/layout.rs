@@ -125,3 +125,6 @@ fn index(files: &[OutputFile], tensors: &[OutputTensor]) -> Vec<u8> {
     bytes.push(b'\n');
     bytes
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,28 +6,34 @@
 //! | `rules` | tables of module names: linears, fused sets, embeddings |
 //! | `pattern` | `--include`, `--exclude` |
 //! | `quantize` | the plan of a quantizing run |
+//! | `dequantize` | the plan of a dequantizing run |
+//! | `stored` | the packed modules of a checkpoint |
 //! | `origin` | where an output tensor's values come from |
 //! | `layout` | shards, offsets and headers of the output |
 //! | `readers` | what named readers cannot load |
-//! | `stored` | the scheme of a checkpoint that is quantized already |
+//! | `recognise` | the scheme that a checkpoint says it is in |
 
+mod dequantize;
 mod layout;
 mod origin;
 mod pattern;
 mod quantize;
 mod readers;
+mod recognise;
 mod rules;
 mod stored;
 
+pub use dequantize::plan_dequantize;
 pub use origin::{origin, Origin};
 pub use quantize::plan;
-pub use stored::{is_packed, stored_config, stored_scheme};
+pub use recognise::{is_packed, stored_config, stored_scheme};
+pub use stored::{find_modules, PackedModule};
 
 use crate::checkpoint::{Config, Sidecar};
 use crate::scheme::{QType, Scheme, Shape};
-use crate::tensor::Dtype;
+use crate::tensor::{Dtype, Float};
 
-/// What the command line asks for.
+/// What the command line asks of a quantizing run.
 #[derive(Clone, Debug)]
 pub struct Request {
     pub qtype: QType,
@@ -84,6 +90,20 @@ pub struct OutputTensor {
     pub len: u64,
 }
 
+impl OutputTensor {
+    /// Not placed yet.
+    fn new(name: String, dtype: Dtype, shape: Vec<usize>, len: u64) -> Self {
+        Self {
+            name,
+            dtype,
+            shape,
+            shard: 0,
+            offset: 0,
+            len,
+        }
+    }
+}
+
 /// An output file: its header (length prefix and padding included) and its length in all.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OutputFile {
@@ -104,6 +124,7 @@ pub struct Module {
     /// First row of the module in that tensor.
     pub first_row: usize,
     pub shape: Shape,
+    pub source: SourceRange,
 }
 
 /// A tensor, or some rows of one, that passes through byte for byte.
@@ -112,19 +133,38 @@ pub struct Dense {
     /// In the output.
     pub name: String,
     pub reason: String,
+    /// What it is put together from, in order.
+    pub parts: Vec<SourceRange>,
 }
 
-/// What is done with one range of the source.
+/// A packed module that is decoded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Packed {
+    /// `model.layers.0.self_attn.q_proj`
+    pub name: String,
+    pub shape: Shape,
+    /// Its stored tensors, in the order of [`Scheme::outputs`].
+    pub stored: Vec<SourceRange>,
+}
+
+/// Packed modules whose rows follow each other in one dense weight.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decode {
+    pub dtype: Float,
+    pub parts: Vec<Packed>,
+}
+
+/// What is done with some bytes of the source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Work {
     Encode(Module),
     Copy(Dense),
+    Decode(Decode),
 }
 
 /// One piece of the plan, in the source's order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Item {
-    pub source: SourceRange,
     pub work: Work,
     /// Its tensors in [`Plan::tensors`]; for a module in the order of [`Scheme::outputs`].
     pub outputs: std::ops::Range<usize>,
@@ -139,7 +179,8 @@ pub struct Plan {
     pub files: Vec<OutputFile>,
     /// The output's index, where there is more than one file: its name and contents.
     pub index: Option<(String, Vec<u8>)>,
-    pub config: Config,
+    /// `None`: no config.json is written.
+    pub config: Option<Config>,
     pub sidecars: Vec<Sidecar>,
     pub quantized_embedding: bool,
     pub quantized_lm_head: bool,
@@ -151,18 +192,34 @@ pub struct Plan {
     pub weights_quantized: u64,
 }
 
+impl Work {
+    /// Bytes that are read for it.
+    pub fn bytes_in(&self) -> u64 {
+        match self {
+            Work::Encode(module) => module.source.len,
+            Work::Copy(dense) => dense.parts.iter().map(|part| part.len).sum(),
+            Work::Decode(decode) => decode
+                .parts
+                .iter()
+                .flat_map(|part| &part.stored)
+                .map(|range| range.len)
+                .sum(),
+        }
+    }
+}
+
 impl Plan {
     pub fn modules(&self) -> impl Iterator<Item = &Module> {
         self.items.iter().filter_map(|item| match &item.work {
             Work::Encode(module) => Some(module),
-            Work::Copy(_) => None,
+            _ => None,
         })
     }
 
     pub fn dense(&self) -> impl Iterator<Item = &Dense> {
         self.items.iter().filter_map(|item| match &item.work {
-            Work::Encode(_) => None,
             Work::Copy(dense) => Some(dense),
+            _ => None,
         })
     }
 
@@ -171,7 +228,8 @@ impl Plan {
         let weights: u64 = self.files.iter().map(|file| file.len).sum();
         let sidecars: u64 = self.sidecars.iter().map(|sidecar| sidecar.len).sum();
         let index = self.index.as_ref().map_or(0, |(_, bytes)| bytes.len() as u64);
-        weights + sidecars + index + self.config.to_bytes().len() as u64
+        let config = self.config.as_ref().map_or(0, |config| config.to_bytes().len() as u64);
+        weights + sidecars + index + config
     }
 
     /// Bytes of the safetensors files alone.

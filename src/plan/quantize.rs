@@ -5,8 +5,8 @@ use super::layout::place;
 use super::origin::{fused_rows, part_name};
 use super::pattern::Patterns;
 use super::readers;
+use super::recognise::is_packed;
 use super::rules::{fused, int4_verdict, is_always_dense, is_embedding, Fused, Verdict, HEAD};
-use super::stored::is_packed;
 use super::*;
 use crate::checkpoint::{Checkpoint, SourceTensor};
 use crate::error::{Error, Result};
@@ -235,6 +235,11 @@ impl<'a> Judge<'a> {
             tensor: tensor.to_string(),
             first_row,
             shape,
+            source: SourceRange {
+                file: self.source.tensors[at].file,
+                offset: self.source.tensors[at].offset + (first_row * shape.row_bytes()) as u64,
+                len: shape.dense_bytes(),
+            },
         };
         judged.candidates.push(Candidate {
             module,
@@ -407,7 +412,7 @@ fn assemble(
             };
             quantized_lm_head |= module.name == HEAD;
             quantized.push(module.name.clone());
-            build.encode(at, module);
+            build.encode(module);
         }
         match (judged.reasons.get(&at), judged.cuts.get(&at)) {
             (Some(reason), Some((table, rows))) => build.copy_parts(at, table, rows, reason),
@@ -427,7 +432,7 @@ fn assemble(
             .iter()
             .filter_map(|item| match &item.work {
                 Work::Encode(module) => Some((module.name.as_str(), module.shape.dtype)),
-                Work::Copy(_) => None,
+                _ => None,
             })
             .collect();
         if let Some((key, value)) = scheme.file_metadata(&held) {
@@ -453,12 +458,12 @@ fn assemble(
         group,
         files: placed.files,
         index: placed.index,
-        config,
+        config: Some(config),
         sidecars: source.sidecars.clone(),
         quantized_embedding: judged.quantized_embedding,
         quantized_lm_head,
         warnings,
-        source_bytes: items.iter().map(|item| item.source.len).sum(),
+        source_bytes: items.iter().map(|item| item.work.bytes_in()).sum(),
         weights: float_elements(source),
         weights_quantized,
         scheme,
@@ -479,7 +484,7 @@ fn float_elements(source: &Checkpoint) -> u64 {
 fn dense_linears(source: &Checkpoint, items: &[Item]) -> Vec<String> {
     let copied = items.iter().filter_map(|item| match &item.work {
         Work::Copy(dense) => dense.name.strip_suffix(".weight").map(|name| (name, dense)),
-        Work::Encode(_) => None,
+        _ => None,
     });
     copied
         .filter(|(name, dense)| {
@@ -492,7 +497,7 @@ fn dense_linears(source: &Checkpoint, items: &[Item]) -> Vec<String> {
 
 /// # Errors
 /// [`Error::NameTaken`] where two outputs would have one name.
-fn check_names(tensors: &[OutputTensor], items: &[Item]) -> Result<()> {
+pub(super) fn check_names(tensors: &[OutputTensor], items: &[Item]) -> Result<()> {
     let mut seen = HashSet::new();
     for item in items {
         for tensor in &tensors[item.outputs.clone()] {
@@ -500,6 +505,12 @@ fn check_names(tensors: &[OutputTensor], items: &[Item]) -> Result<()> {
                 let module = match &item.work {
                     Work::Encode(module) => module.name.clone(),
                     Work::Copy(dense) => dense.name.clone(),
+                    Work::Decode(decode) => decode
+                        .parts
+                        .iter()
+                        .map(|part| part.name.as_str())
+                        .collect::<Vec<_>>()
+                        .join(", "),
                 };
                 return Err(Error::NameTaken {
                     tensor: tensor.name.clone(),
@@ -519,63 +530,40 @@ struct Build<'a> {
 }
 
 impl Build<'_> {
-    fn push(&mut self, source: SourceRange, work: Work, outputs: Vec<OutputTensor>) {
+    fn push(&mut self, work: Work, outputs: Vec<OutputTensor>) {
         let begin = self.tensors.len();
         self.tensors.extend(outputs);
         self.items.push(Item {
-            source,
             work,
             outputs: begin..self.tensors.len(),
         });
     }
 
-    fn encode(&mut self, at: usize, module: Module) {
-        let tensor = &self.source.tensors[at];
-        let row_bytes = module.shape.row_bytes() as u64;
-        let offset = tensor.offset + module.first_row as u64 * row_bytes;
-        let source = SourceRange {
-            file: tensor.file,
-            offset,
-            len: module.shape.dense_bytes(),
-        };
+    fn encode(&mut self, module: Module) {
         let specs = self.scheme.outputs(&module.shape);
         let outputs = specs
             .into_iter()
             .map(|spec| {
                 let (name, len) = (format!("{}.{}", module.name, spec.suffix), spec.bytes());
-                OutputTensor {
-                    name,
-                    dtype: spec.dtype,
-                    shape: spec.shape,
-                    shard: 0,
-                    offset: 0,
-                    len,
-                }
+                OutputTensor::new(name, spec.dtype, spec.shape, len)
             })
             .collect();
-        self.push(source, Work::Encode(module), outputs);
+        self.push(Work::Encode(module), outputs);
     }
 
     fn copy(&mut self, at: usize, name: String, shape: Vec<usize>, skip: u64, len: u64, reason: &str) {
         let tensor = &self.source.tensors[at];
-        let source = SourceRange {
+        let parts = vec![SourceRange {
             file: tensor.file,
             offset: tensor.offset + skip,
             len,
-        };
-        let output = OutputTensor {
-            name: name.clone(),
-            dtype: tensor.dtype,
-            shape,
-            shard: 0,
-            offset: 0,
-            len,
-        };
+        }];
+        let output = OutputTensor::new(name.clone(), tensor.dtype, shape, len);
         self.push(
-            source,
             Work::Copy(Dense {
                 name,
                 reason: reason.to_string(),
+                parts,
             }),
             vec![output],
         );

@@ -1,60 +1,63 @@
-//! What a quantized checkpoint says of itself, wherever the tool that wrote it put that.
+//! The packed modules of a checkpoint, by the suffixes of its scheme.
 
-use crate::checkpoint::{Checkpoint, Config};
-use crate::error::Result;
-use crate::scheme::{recognise, Recognised};
-use serde_json::{Map, Value};
-use std::path::Path;
+use crate::checkpoint::{Checkpoint, SourceTensor};
+use crate::scheme::{Recognised, Shape, StoredFault};
+use crate::tensor::Float;
+use std::collections::{BTreeMap, BTreeSet};
 
-/// Key of `config.json`.
-const KEY: &str = "quantization_config";
-
-/// Files of their own, from before the key was common, and the method of a file that does not name it.
-const FILES: &[(&str, &str)] = &[("quantize_config.json", "gptq"), ("quant_config.json", "awq")];
-
-/// Suffixes that only packed weights have, of this tool's layouts and its neighbours'.
-const PACKED_SUFFIXES: &[&str] = &[
-    "qweight",
-    "qzeros",
-    "weight_packed",
-    "uintx_packed",
-    "weight_zero_point",
-    "weight_g_idx",
-    "weight_scale_inv",
-];
-
-/// Whether only a packed weight has a tensor of this name.
-pub fn is_packed(name: &str) -> bool {
-    name.rsplit_once('.')
-        .is_some_and(|(_, suffix)| PACKED_SUFFIXES.contains(&suffix))
+/// A complete packed module.
+pub struct PackedModule<'a> {
+    pub name: String,
+    pub shape: Shape,
+    /// In the order of [`Scheme::outputs`](crate::scheme::Scheme::outputs).
+    pub tensors: Vec<&'a SourceTensor>,
 }
 
-/// The `quantization_config` of a checkpoint: the key of its config.json, or else of AutoGPTQ's `quantize_config.json` or
-/// AutoAWQ's `quant_config.json`. `None` where there is none of them.
-///
-/// # Errors
-/// A file that cannot be read or is no JSON object.
-pub fn stored_config(checkpoint: &Checkpoint) -> Result<Option<Map<String, Value>>> {
-    let found = checkpoint.config.as_ref().and_then(|config| config.get(KEY));
-    if let Some(Value::Object(config)) = found {
-        return Ok(Some(config.clone()));
-    }
-    for (name, method) in FILES {
-        if checkpoint
-            .sidecars
-            .iter()
-            .any(|sidecar| sidecar.relative == Path::new(name))
-        {
-            let mut config = Config::read(&checkpoint.root.join(name))?.into_map();
-            config.entry("quant_method").or_insert_with(|| (*method).into());
-            return Ok(Some(config));
+/// Every module that has packed tensors, and those of `expected` that must, with what is wrong with it where something
+/// is. `dtype_of` gives the dtype of a module's dense weight where the stored tensors do not tell.
+pub fn find_modules<'a>(
+    checkpoint: &'a Checkpoint,
+    recognised: &Recognised,
+    expected: impl Iterator<Item = String>,
+    dtype_of: impl Fn(&str) -> Float,
+) -> Vec<(String, Result<PackedModule<'a>, StoredFault>)> {
+    let scheme = recognised.scheme.as_ref();
+    let suffixes = scheme.suffixes();
+    // Per module: how many of the suffixes it has, and whether the first, which names it, is among them.
+    let mut counts: BTreeMap<&str, (usize, bool)> = BTreeMap::new();
+    for tensor in &checkpoint.tensors {
+        let Some((module, suffix)) = tensor.name.rsplit_once('.') else {
+            continue;
+        };
+        if let Some(at) = suffixes.iter().position(|known| *known == suffix) {
+            let entry = counts.entry(module).or_default();
+            entry.0 += 1;
+            entry.1 |= at == 0;
         }
     }
-    Ok(None)
-}
-
-/// The scheme that `config` names for the tensors of `checkpoint`, or the reason it cannot be read.
-pub fn stored_scheme(checkpoint: &Checkpoint, config: &Map<String, Value>) -> Result<Recognised, String> {
-    let tensors = checkpoint.tensors.iter();
-    recognise(config, tensors.map(|tensor| (tensor.name.as_str(), tensor.dtype)))
+    let stored = counts.into_iter().filter(|(_, (count, first))| *first || *count > 1);
+    let names: BTreeSet<String> = stored.map(|(name, _)| name.to_string()).chain(expected).collect();
+    let module = |name: &str| {
+        let tensors: Vec<Option<&SourceTensor>> = suffixes
+            .iter()
+            .map(|suffix| checkpoint.tensor(&format!("{name}.{suffix}")))
+            .collect();
+        let found: Vec<_> = tensors
+            .iter()
+            .map(|tensor| tensor.map(|tensor| (tensor.dtype, tensor.shape.as_slice())))
+            .collect();
+        let shape = scheme.dense_shape(&found, recognised.group, dtype_of(name))?;
+        Ok(PackedModule {
+            name: name.to_string(),
+            shape,
+            tensors: tensors.into_iter().flatten().collect(),
+        })
+    };
+    names
+        .into_iter()
+        .map(|name| {
+            let found = module(&name);
+            (name, found)
+        })
+        .collect()
 }

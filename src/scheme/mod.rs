@@ -293,6 +293,11 @@ pub trait Scheme: Send + Sync {
     /// The `quantization_config` of config.json.
     fn config(&self, group: usize, context: &ConfigContext) -> Value;
 
+    /// The key of [`Scheme::file_metadata`], for a checkpoint that is made dense again.
+    fn metadata_key(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Entries for the `__metadata__` of a file that holds `modules`.
     fn file_metadata(&self, _modules: &[(&str, Float)]) -> Option<(String, String)> {
         None

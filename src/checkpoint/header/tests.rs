@@ -135,6 +135,10 @@ fn every_fault_of_length_has_its_message() {
     assert_eq!(message(&[3, 0, 0, 0, 0, 0, 0, 0, b'{', b'}']), over);
     assert!(message(&[0xff; 64]).contains("claims 18446744073709551615 bytes, the file has 64 in all"));
 
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n";
+    let lfs = "m.safetensors: 68 bytes of a Git LFS pointer, not the weights; `git lfs pull` fetches them";
+    assert_eq!(message(pointer.as_bytes()), lfs);
+
     let sample = Sample::new(&100_000_001u64.to_le_bytes());
     File::options()
         .write(true)

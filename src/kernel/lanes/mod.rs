@@ -58,6 +58,7 @@ pub(super) fn has_avx512() -> bool {
 
 /// Operations on 16 lanes. Float operations are IEEE 754 with round half to even, one rounding each; nothing is
 /// contracted, reordered or flushed to zero.
+#[allow(clippy::wrong_self_convention)] // `self` is the token, not a value that is converted
 pub trait Lanes: Copy {
     /// 16 `f32`.
     type F: Copy;
@@ -101,8 +102,6 @@ pub trait Lanes: Copy {
     fn max_u16(self, a: Self::I, b: Self::I) -> Self::I;
     /// The largest of 16 unsigned lanes.
     fn largest_u32(self, x: Self::I) -> u32;
-    /// The largest of 32 unsigned 16-bit lanes.
-    fn largest_u16(self, x: Self::I) -> u16;
 
     /// The low byte of each lane.
     fn low_bytes(self, x: Self::I) -> [u8; 16];
@@ -118,8 +117,6 @@ pub trait Lanes: Copy {
     /// The inverse of [`Lanes::widen_f16`], rounded half to even.
     fn narrow_f16(self, even: Self::F, odd: Self::F) -> Self::I;
 
-    /// One value to the bits of an f16, rounded half to even.
-    fn f16_bits(self, x: f32) -> u16;
     /// The value of one f16.
     fn f16_value(self, bits: u16) -> f32;
 

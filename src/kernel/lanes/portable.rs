@@ -205,15 +205,6 @@ impl Lanes for Portable {
     }
 
     #[inline(always)]
-    fn largest_u16(self, x: Self::I) -> u16 {
-        let mut largest = 0;
-        for lane in x {
-            largest = (lane & 0xffff).max(lane >> 16).max(largest);
-        }
-        largest as u16
-    }
-
-    #[inline(always)]
     fn low_bytes(self, x: Self::I) -> [u8; 16] {
         lanes!(i => x[i] as u8)
     }
@@ -251,11 +242,6 @@ impl Lanes for Portable {
     #[inline(always)]
     fn narrow_f16(self, even: Self::F, odd: Self::F) -> Self::I {
         lanes!(i => narrow(even[i]) | narrow(odd[i]) << 16)
-    }
-
-    #[inline(always)]
-    fn f16_bits(self, x: f32) -> u16 {
-        narrow(x) as u16
     }
 
     #[inline(always)]

@@ -22,8 +22,9 @@ pub trait Weight: Copy {
     /// sign-magnitude numbers the largest signed pattern is the largest weight, if any is positive, and the largest
     /// unsigned one is the smallest weight, if any is negative.
     fn raise_both<L: Lanes>(l: L, acc: (L::I, L::I), chunk: &[u8]) -> (L::I, L::I);
-    /// The largest pattern of an accumulator, as an `f32` of the same value (NaN and infinity included).
-    fn largest<L: Lanes>(l: L, acc: L::I) -> f32;
+    /// The largest unsigned pattern of each column of 16 accumulators, as the bits of an `f32` of the same value (NaN
+    /// and infinity included).
+    fn largest<L: Lanes>(l: L, columns: [L::I; 16]) -> L::I;
 }
 
 #[derive(Clone, Copy)]
@@ -76,8 +77,12 @@ impl Weight for F32 {
     }
 
     #[inline(always)]
-    fn largest<L: Lanes>(l: L, acc: L::I) -> f32 {
-        f32::from_bits(l.largest_u32(acc))
+    fn largest<L: Lanes>(l: L, columns: [L::I; 16]) -> L::I {
+        let mut largest = columns[0];
+        for x in columns {
+            largest = l.max_u32(largest, x);
+        }
+        largest
     }
 }
 
@@ -97,6 +102,16 @@ macro_rules! range_of_16_bits {
     };
 }
 
+/// The largest of the 32 halves in each column, in the low half of a lane.
+#[inline(always)]
+fn largest_halves<L: Lanes>(l: L, columns: [L::I; 16]) -> L::I {
+    let mut largest = columns[0];
+    for x in columns {
+        largest = l.max_u16(largest, x);
+    }
+    l.max_u16(l.and(largest, l.splat_i(0xffff)), l.shr::<16>(largest))
+}
+
 impl Weight for F16 {
     const FLOAT: Float = Float::F16;
     const SIZE: usize = 2;
@@ -114,8 +129,8 @@ impl Weight for F16 {
     range_of_16_bits!();
 
     #[inline(always)]
-    fn largest<L: Lanes>(l: L, acc: L::I) -> f32 {
-        l.f16_value(l.largest_u16(acc))
+    fn largest<L: Lanes>(l: L, columns: [L::I; 16]) -> L::I {
+        l.bits(l.widen_f16(largest_halves(l, columns)).0)
     }
 }
 
@@ -140,8 +155,8 @@ impl Weight for Bf16 {
     range_of_16_bits!();
 
     #[inline(always)]
-    fn largest<L: Lanes>(l: L, acc: L::I) -> f32 {
-        f32::from_bits(u32::from(l.largest_u16(acc)) << 16)
+    fn largest<L: Lanes>(l: L, columns: [L::I; 16]) -> L::I {
+        l.shl::<16>(largest_halves(l, columns))
     }
 }
 
