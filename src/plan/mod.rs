@@ -10,18 +10,23 @@
 //! | `stored` | the packed modules of a checkpoint |
 //! | `origin` | where an output tensor's values come from |
 //! | `layout` | shards, offsets and headers of the output |
+//! | `readers` | what named readers cannot load |
+//! | `recognise` | the scheme that a checkpoint says it is in |
 
 mod dequantize;
 mod layout;
 mod origin;
 mod pattern;
 mod quantize;
+mod readers;
+mod recognise;
 mod rules;
 mod stored;
 
 pub use dequantize::plan_dequantize;
 pub use origin::{origin, Origin};
 pub use quantize::plan;
+pub use recognise::{is_packed, stored_config, stored_scheme};
 pub use stored::{find_modules, PackedModule};
 
 use crate::checkpoint::{Config, Sidecar};
