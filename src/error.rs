@@ -167,6 +167,8 @@ pub enum Error {
     AlreadyQuantized { path: PathBuf, evidence: String },
     #[error("{}: not quantized ({why}); nothing to decode", path.display())]
     NotQuantized { path: PathBuf, why: String },
+    #[error("{}: quantized in a way that this tool does not read: {why}", path.display())]
+    UnknownLayout { path: PathBuf, why: String },
     #[error("{}: {tensor} {what}", path.display())]
     BadPacked {
         path: PathBuf,

@@ -3,11 +3,14 @@
 
 use crate::checkpoint::{Checkpoint, Reader, SourceTensor, REPORT_FILE};
 use crate::error::{Error, Result};
-use crate::plan::{find_modules, module_metadata, origin, ModuleMetadata, Origin, PackedModule, SourceRange};
+use crate::plan::{
+    find_modules, is_packed, module_metadata, origin, stored_config, stored_scheme, ModuleMetadata, Origin,
+    PackedModule, SourceRange,
+};
 use crate::pool::{self, Watch};
 use crate::report::{self, Report};
 use crate::run::{ModuleWeights, Settings, COPY_STEP};
-use crate::scheme::{recognise, Recognised, Stored, StoredFault, Tile, TileBuffers, TileStats, Weights};
+use crate::scheme::{Measured, Recognised, Stored, StoredFault, Tile, TileBuffers, TileStats, Weights};
 use crate::tensor::{ErrorSums, Float};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -124,28 +127,24 @@ fn read_report(dst: &Path, outcome: &mut Outcome) -> Result<Option<Report>> {
     Ok(None)
 }
 
-/// The scheme that config.json names, checked against the report's copy of it.
+/// The scheme that the checkpoint names, its config checked against the report's copy of it.
 fn recognised(checkpoint: &Checkpoint, report: Option<&Report>, outcome: &mut Outcome) -> Result<Option<Recognised>> {
-    let found = checkpoint
-        .config
-        .as_ref()
-        .and_then(|config| config.get("quantization_config"));
-    let Some(Value::Object(config)) = found else {
+    let path = || checkpoint.root.clone();
+    let Some(config) = stored_config(checkpoint)? else {
         if report.is_none() {
             let why = "config.json has no quantization_config".to_string();
-            return Err(Error::NotQuantized {
-                path: checkpoint.root.clone(),
-                why,
-            });
+            return Err(Error::NotQuantized { path: path(), why });
         }
         outcome.find("config.json", "has no quantization_config");
         return Ok(None);
     };
     if let Some(report) = report {
-        compare_configs(config, &report.quantization_config, outcome);
+        compare_configs(&config, &report.quantization_config, outcome);
     }
-    match recognise(config) {
+    match stored_scheme(checkpoint, &config) {
         Ok(recognised) => Ok(Some(recognised)),
+        // Of another tool, so it is no fault of the checkpoint.
+        Err(why) if report.is_none() => Err(Error::UnknownLayout { path: path(), why }),
         Err(why) => {
             outcome.find("config.json", format!("quantization_config: {why}"));
             Ok(None)
@@ -287,6 +286,14 @@ impl<'a> Check<'a> {
         }
         for tensor in &self.checkpoint.tensors {
             if used.contains(tensor.name.as_str()) {
+                continue;
+            }
+            if is_packed(&tensor.name) {
+                let layout = self.scheme.scheme.layout();
+                outcome.find(
+                    &tensor.name,
+                    format!("has no place in a module of the config's {layout} layout"),
+                );
                 continue;
             }
             let range = match self.origin(&tensor.name, outcome)? {
@@ -506,17 +513,9 @@ impl<'a> Check<'a> {
             _ => None,
         };
         let weights = weights.as_mut().map(|weights| weights as &mut dyn Weights);
-        let mut faults = Vec::new();
         let (scheme, buffers) = (self.scheme.scheme.as_ref(), &mut worker.buffers);
-        let stats = scheme.measure(
-            settings.level,
-            &stack.module.shape,
-            tile,
-            &mut stored,
-            weights,
-            buffers,
-            &mut faults,
-        )?;
+        let shape = &stack.module.shape;
+        let Measured { stats, faults } = scheme.measure(settings.level, shape, tile, &mut stored, weights, buffers)?;
         for StoredFault { suffix, what } in faults {
             found.find(format!("{}.{suffix}", stack.module.name), what);
         }

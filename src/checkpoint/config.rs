@@ -93,6 +93,10 @@ impl Config {
         self.map.insert(key.to_string(), value.into());
     }
 
+    pub fn into_map(self) -> Map<String, Value> {
+        self.map
+    }
+
     /// Takes a top-level key out; the others keep their order.
     pub fn remove(&mut self, key: &str) -> Option<Value> {
         self.map.shift_remove(key)

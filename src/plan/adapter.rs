@@ -9,6 +9,9 @@ use std::path::{Path, PathBuf};
 /// Ends of a module's name in an adapter's keys.
 const MARKS: &[&str] = &[".lora_", ".lokr_w1"];
 
+/// What mangled names may have before them.
+const MANGLED_PREFIXES: &[&str] = &["transformer_", "diffusion_model_", "lora_unet_", "lora_transformer_"];
+
 /// An adapter and the modules that it names.
 #[derive(Clone, Debug)]
 pub struct Adapter {
@@ -50,20 +53,20 @@ impl Adapter {
             .iter()
             .filter_map(|tensor| tensor.name.strip_suffix(".weight"))
             .collect();
-        let mangle = |name: &str| bare(name).replace(['.', '$'], "_");
-        let mangled: Vec<String> = all.iter().map(|name| mangle(name)).collect();
+        let mangled: Vec<String> = all.iter().map(|name| mangle(bare(name))).collect();
         let mut found = HashSet::new();
         for module in &self.modules {
             let exact = all.iter().find(|name| **name == module.as_str());
-            let bare = || all.iter().find(|name| bare(name) == bare_of(module));
+            let stripped = || all.iter().find(|name| bare(name) == bare(module));
             let alike = || {
-                let wanted = mangle(&module.replace("$$", "."));
-                all.iter()
-                    .zip(&mangled)
-                    .find(|(_, name)| **name == wanted)
-                    .map(|(name, _)| name)
+                let whole = mangle(module);
+                let wanted = |name: &String| {
+                    let rest = |prefix: &&str| whole.strip_prefix(*prefix) == Some(name);
+                    *name == whole || MANGLED_PREFIXES.iter().any(|prefix| rest(prefix))
+                };
+                mangled.iter().position(wanted).map(|at| &all[at])
             };
-            let Some(name) = exact.or_else(bare).or_else(alike) else {
+            let Some(name) = exact.or_else(stripped).or_else(alike) else {
                 let (adapter, source) = (self.path.display(), source.root.display());
                 let what = format!("--ara {adapter}: it names {module}, and {source} has no {module}.weight");
                 return Err(Error::BadRequest(what));
@@ -74,19 +77,45 @@ impl Adapter {
     }
 }
 
-fn bare_of(module: &str) -> &str {
-    bare(module)
+/// As LyCORIS and kohya's tools write names, and as ai-toolkit does inside a run.
+fn mangle(name: &str) -> String {
+    name.replace("$$", ".").replace('.', "_")
 }
 
-/// The module that a key names: what is before `.lora_` or `.lokr_w1`, less prefixes of tools.
+/// The module that a key names: what is before `.lora_` or `.lokr_w1`, less the prefixes of tools.
 fn module_of(key: &str) -> Option<&str> {
     let end = MARKS.iter().find_map(|mark| key.find(mark))?;
     let name = &key[..end];
     let name = name.strip_prefix("lycoris_").unwrap_or(name);
-    let mangled = ["transformer_", "transformer$$", "diffusion_model_"];
-    let name = mangled
-        .iter()
-        .find_map(|prefix| name.strip_prefix(prefix).filter(|rest| !rest.starts_with("blocks")))
-        .unwrap_or(name);
-    Some(bare(name))
+    let prefix = ["transformer.", "diffusion_model."].into_iter();
+    Some(
+        prefix
+            .filter_map(|prefix| name.strip_prefix(prefix))
+            .next()
+            .unwrap_or(name),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_name_their_module() {
+        for (key, module) in [
+            ("blocks.0.attn.to_q.lora_A.weight", Some("blocks.0.attn.to_q")),
+            ("transformer.blocks.0.ff.lora_down.weight", Some("blocks.0.ff")),
+            (
+                "transformer.transformer_blocks.0.ff.lora_up.weight",
+                Some("transformer_blocks.0.ff"),
+            ),
+            ("diffusion_model.blocks.0.ff.lokr_w1", Some("blocks.0.ff")),
+            ("lycoris_blocks_0_ff.lokr_w1_a", Some("blocks_0_ff")),
+            ("lycoris_transformer.blocks.0.ff.lokr_w1", Some("blocks.0.ff")),
+            ("blocks.0.ff.lokr_w2", None),
+            ("blocks.0.ff.alpha", None),
+        ] {
+            assert_eq!(module_of(key), module, "{key}");
+        }
+    }
 }

@@ -8,7 +8,6 @@ use super::*;
 use crate::checkpoint::{Checkpoint, SourceTensor, REPORT_FILE};
 use crate::error::{Error, Result};
 use crate::report::Report;
-use crate::scheme::recognise;
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -21,14 +20,13 @@ pub fn plan_dequantize(source: &Checkpoint, dtype: Option<Float>, max_shard_size
         path: source.root.clone(),
         why,
     };
-    let config = source
-        .config
-        .as_ref()
-        .and_then(|config| config.get("quantization_config"));
-    let Some(Value::Object(quantization)) = config else {
+    let Some(quantization) = stored_config(source)? else {
         return Err(not_quantized("config.json has no quantization_config".to_string()));
     };
-    let recognised = recognise(quantization).map_err(&not_quantized)?;
+    let recognised = stored_scheme(source, &quantization).map_err(|why| Error::UnknownLayout {
+        path: source.root.clone(),
+        why,
+    })?;
     let report = Report::read(&source.root.join(REPORT_FILE))?;
     let original = Original::new(source, report.as_ref());
     let metadata = module_metadata(source, recognised.scheme.as_ref());
@@ -70,7 +68,9 @@ pub fn plan_dequantize(source: &Checkpoint, dtype: Option<Float>, max_shard_size
     let Build { items, mut tensors, .. } = build;
     check_names(&tensors, &items)?;
     let mut metadata = source.metadata.clone();
-    recognised.scheme.metadata_key().map(|key| metadata.remove(key));
+    if let Some(key) = recognised.scheme.metadata_key() {
+        metadata.remove(key);
+    }
     let placed = place(&source.stem, &items, &mut tensors, max_shard_size, |_| metadata.clone());
     let mut config = source.config.clone().unwrap_or_default();
     config.remove("quantization_config");

@@ -13,6 +13,8 @@
 //! | `adapter` | the modules that an adapter was trained on |
 //! | `origin` | where an output tensor's values come from |
 //! | `layout` | shards, offsets and headers of the output |
+//! | `readers` | what named readers cannot load |
+//! | `recognise` | the scheme that a checkpoint says it is in |
 
 mod adapter;
 mod dequantize;
@@ -21,6 +23,8 @@ mod metadata;
 mod origin;
 mod pattern;
 mod quantize;
+mod readers;
+mod recognise;
 mod rules;
 mod rules_uintx;
 mod stored;
@@ -30,6 +34,7 @@ pub use dequantize::plan_dequantize;
 pub use metadata::{module_metadata, ModuleMetadata};
 pub use origin::{origin, Origin};
 pub use quantize::plan;
+pub use recognise::{is_packed, stored_config, stored_scheme};
 pub use stored::{find_modules, PackedModule};
 
 use crate::checkpoint::{Config, Sidecar};

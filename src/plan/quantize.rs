@@ -4,24 +4,16 @@
 use super::layout::place;
 use super::origin::{fused_rows, part_name};
 use super::pattern::Patterns;
-use super::rules::{fused, int4_verdict, is_embedding, Fused, Verdict, HEAD};
+use super::readers;
+use super::recognise::is_packed;
+use super::rules::{fused, int4_verdict, is_always_dense, is_embedding, Fused, Verdict, HEAD};
 use super::rules_uintx::{uintx_refuses, Family};
 use super::*;
 use crate::checkpoint::{Checkpoint, SourceTensor};
 use crate::error::{Error, Result};
-use crate::scheme::{select, ConfigContext, Request as SchemeRequest};
+use crate::scheme::{select, ConfigContext, Request as SchemeRequest, Vllm};
 use crate::tensor::Float;
 use std::collections::{BTreeMap, HashMap, HashSet};
-
-/// Suffixes that only packed weights have, of this tool's layouts and its neighbours'.
-const PACKED_SUFFIXES: &[&str] = &[
-    ".qweight",
-    ".qzeros",
-    ".weight_packed",
-    ".uintx_packed",
-    ".weight_zero_point",
-    ".weight_scale_inv",
-];
 
 /// Plans the quantization of `source`.
 ///
@@ -74,7 +66,7 @@ fn refuse_quantized(source: &Checkpoint) -> Result<()> {
         source
             .tensors
             .iter()
-            .find(|tensor| PACKED_SUFFIXES.iter().any(|suffix| tensor.name.ends_with(suffix)))
+            .find(|tensor| is_packed(&tensor.name))
             .map(|tensor| format!("it holds {}", tensor.name))
     };
     evidence.map_or(Ok(()), |evidence| {
@@ -160,12 +152,28 @@ impl<'a> Judge<'a> {
         for (at, tensor) in self.source.tensors.iter().enumerate() {
             self.judge_tensor(at, tensor, &mut judged)?;
         }
-        self.patterns.check_used()?;
         self.judge_head(&mut judged)?;
+        self.patterns.check_used()?;
         if self.request.quantize_embedding && !judged.candidates.iter().any(|c| is_embedding(&c.module.name)) {
             return Err(Error::NoEmbedding);
         }
         leave_sets_dense(&mut judged);
+        let unloadable = unloadable(&judged);
+        match self.scheme.vllm() {
+            Vllm::Target => {
+                for (at, reason) in unloadable {
+                    judged.candidates[at].reason = Some(reason);
+                }
+                // A member may break a rule that its set as a whole does not.
+                leave_sets_dense(&mut judged);
+            }
+            Vllm::OneOfMany => {
+                let named = |(at, why): (usize, String)| (&judged.candidates[at].module, why);
+                let refused: Vec<_> = unloadable.into_iter().map(named).collect();
+                judged.warnings.extend(readers::unloadable_warning(&refused));
+            }
+            Vllm::Unknown | Vllm::Refuses(_) => {}
+        }
         self.settle(&mut judged);
         self.check_any(&judged)?;
         Ok(judged)
@@ -370,7 +378,7 @@ impl<'a> Judge<'a> {
             .values()
             .for_each(|reason| *counts.entry(reason).or_default() += 1);
         let mut counts: Vec<_> = counts.into_iter().collect();
-        counts.sort_by(|a, b| b.1.cmp(&a.1));
+        counts.sort_by_key(|&(_, count)| std::cmp::Reverse(count));
         let why = counts
             .iter()
             .take(4)
@@ -404,6 +412,24 @@ fn leave_sets_dense(judged: &mut Judged) {
             candidate.reason = candidate.set.as_ref().and_then(|set| broken.get(set)).cloned();
         }
     }
+}
+
+/// What vLLM cannot load of what is to be quantized: indexes of candidates, and why.
+fn unloadable(judged: &Judged) -> Vec<(usize, String)> {
+    let quantized = || judged.candidates.iter().enumerate().filter(|(_, c)| c.reason.is_none());
+    let mut rows: HashMap<String, usize> = HashMap::new();
+    for (_, candidate) in quantized() {
+        *rows.entry(layer_name(candidate)).or_default() += candidate.module.shape.rows;
+    }
+    quantized()
+        .filter_map(|(at, c)| Some((at, readers::vllm_refuses(&c.module, rows[&layer_name(c)])?)))
+        .collect()
+}
+
+/// The layer that readers build of a module: its fused set, or itself.
+fn layer_name(candidate: &Candidate) -> String {
+    let own = || candidate.module.name.clone();
+    candidate.set.clone().unwrap_or_else(own)
 }
 
 /// Turns the judgement into items with placed outputs.
@@ -466,10 +492,13 @@ fn assemble(
         metadata
     });
     let dense_linears: Vec<String> = dense_linears(source, &items);
+    let mut warnings: Vec<String> = source.warnings.iter().cloned().chain(judged.warnings).collect();
+    warnings.extend(readers::warnings(scheme.as_ref(), group, &quantized, &dense_linears));
     let mut config = source.config.clone().unwrap_or_default();
     let context = ConfigContext {
         quantized: &quantized,
         dense_linears: &dense_linears,
+        partly_dense: dense_linears.iter().any(|name| !is_always_dense(name)),
         lm_head: quantized_lm_head,
     };
     if quantized_lm_head {
@@ -484,7 +513,7 @@ fn assemble(
         sidecars: source.sidecars.clone(),
         quantized_embedding: judged.quantized_embedding,
         quantized_lm_head,
-        warnings: source.warnings.iter().cloned().chain(judged.warnings).collect(),
+        warnings,
         source_bytes: items.iter().map(|item| item.work.bytes_in()).sum(),
         weights: float_elements(source),
         weights_quantized,

@@ -11,12 +11,14 @@ const fn linear(suffix: &'static str, set: Option<&'static str>) -> Linear {
     Linear { suffix, set }
 }
 
-/// Decoder linears that int4 quantizes: Spark's names.
+/// Decoder linears that int4 quantizes: Spark's names, and those of Llama, Qwen, Mistral and Gemma, which end attention
+/// in `o_proj`.
 const LINEARS: &[Linear] = &[
     linear("self_attn.q_proj", Some("self_attn.q/k/v")),
     linear("self_attn.k_proj", Some("self_attn.q/k/v")),
     linear("self_attn.v_proj", Some("self_attn.q/k/v")),
     linear("self_attn.out_proj", None),
+    linear("self_attn.o_proj", None),
     linear("mlp.gate_proj", Some("mlp.gate/up")),
     linear("mlp.up_proj", Some("mlp.gate/up")),
     linear("mlp.down_proj", None),
@@ -147,6 +149,15 @@ pub(super) fn is_embedding(module: &str) -> bool {
     })
 }
 
+/// Linears of a decoder layer that no reader expects to be quantized: Spark's gate, one row a head, which its model code
+/// builds dense.
+const ALWAYS_DENSE: &[&str] = &["self_attn.g_proj"];
+
+/// Whether a reader that knows the model takes this dense linear for dense without being told.
+pub(super) fn is_always_dense(module: &str) -> bool {
+    module == HEAD || in_decoder_layer(module).is_some_and(|at| ALWAYS_DENSE.contains(&at.rest))
+}
+
 /// Whether `module` is `suffix` or ends in `.suffix`.
 fn ends_with(module: &str, suffix: &str) -> bool {
     module
@@ -168,6 +179,7 @@ mod tests {
     #[test]
     fn decoder_linears_are_quantized_and_know_their_set() {
         assert_eq!(set("model.layers.1.self_attn.out_proj"), Some(None));
+        assert_eq!(set("model.layers.1.self_attn.o_proj"), Some(None));
         assert_eq!(
             set("model.layers.1.mlp.up_proj"),
             Some(Some("model.layers.1.mlp.gate/up".into()))

@@ -1,9 +1,11 @@
 //! The `gptq` layout: `qweight` I32 [K/8, N], `qzeros` I32 [G, N/8], `scales` F16 [G, N], `g_idx` I32 [K].
 //!
-//! Two conventions for `qzeros`: in "gptq" (v1) a nibble holds the zero point less 1, in "gptq_v2" the zero point itself.
+//! Two conventions for `qzeros`: "gptq_v2" holds the zero point itself; "gptq" (v1) holds the word of 8 zero points less
+//! 0x11111111, so that a zero point of 0 borrows from the nibble above it, and readers add the same word back.
 //! Symmetric weights (zero point 8, nibble 7) are written as "gptq", asymmetric ones as "gptq_v2".
 
-use super::int4::{Layout, RowCodes, RowCodesMut, Rows};
+use super::int4::{object, packed_shape, Int4, Layout, RowCodes, RowCodesMut, Rows};
+use super::registry::{any_of, check_int4_group, read_group, require_4_bits};
 use super::*;
 use crate::kernel::layout::{
     pack_rows, transpose, transpose_u16, unpack_rows, untranspose, untranspose_u16, NibbleOrder,
@@ -22,23 +24,84 @@ pub(super) struct Gptq {
     pub symmetric: bool,
     /// Whether `qzeros` holds the zero point itself ("gptq_v2").
     pub direct_zeros: bool,
+    pub scales: Float,
 }
 
-impl Gptq {
-    pub fn written(symmetric: bool) -> Self {
-        Gptq {
-            symmetric,
-            direct_zeros: !symmetric,
-        }
+/// The scheme that a request names.
+///
+/// # Errors
+/// [`Error::BadGroup`].
+pub(super) fn select(request: &Request) -> Result<Box<dyn Scheme>, Error> {
+    check_int4_group(request.group)?;
+    let symmetric = !request.asym;
+    Ok(Box::new(Int4(Gptq {
+        symmetric,
+        direct_zeros: !symmetric,
+        scales: Float::F16,
+    })))
+}
+
+/// Reads what this tool, GPTQModel and AutoGPTQ write.
+///
+/// # Errors
+/// What cannot be read, in words.
+pub(super) fn recognise(config: &Map<String, Value>, scales: Float) -> Result<Recognised, String> {
+    require_4_bits(config, &["bits"])?;
+    let group = read_group(config, &["group_size"])?;
+    let symmetric = config.get("sym").and_then(Value::as_bool).ok_or("sym is missing")?;
+    if config.get("desc_act").and_then(Value::as_bool).unwrap_or(false) {
+        return Err("desc_act is true, and this tool reads groups in order only".into());
     }
+    let dynamic = config.get("dynamic").and_then(Value::as_object);
+    if let Some(rule) = dynamic.and_then(|rules| rules.keys().find(|rule| !rule.starts_with("-:"))) {
+        return Err(format!("dynamic gives the modules {rule:?} settings of their own"));
+    }
+    let format = any_of(config, &["checkpoint_format", "format"]).filter(|format| !format.is_null());
+    let direct_zeros = match format.map(|format| format.as_str().unwrap_or_default()) {
+        None | Some("gptq") => false,
+        Some("gptq_v2") => true,
+        Some(other) => {
+            return Err(format!(
+                "checkpoint_format {other:?} is neither \"gptq\" nor \"gptq_v2\""
+            ))
+        }
+    };
+    let layout = Gptq {
+        symmetric,
+        direct_zeros,
+        scales,
+    };
+    Ok(Recognised {
+        scheme: Box::new(Int4(layout)),
+        group,
+    })
 }
 
 impl Layout for Gptq {
     const NAME: &'static str = "gptq";
-    const SUFFIXES: &'static [&'static str] = &["qweight", "qzeros", "scales", "g_idx"];
+
+    fn suffixes(&self) -> &'static [&'static str] {
+        &["qweight", "qzeros", "scales", "g_idx"]
+    }
 
     fn symmetric(&self) -> bool {
         self.symmetric
+    }
+
+    fn scale_dtype(&self) -> Float {
+        self.scales
+    }
+
+    fn vllm(&self) -> Vllm {
+        if self.symmetric {
+            Vllm::OneOfMany
+        } else {
+            Vllm::Refuses("asymmetric gptq; --layout awq, or --layout compressed-tensors --asym, load there")
+        }
+    }
+
+    fn fresh_head_in_transformers(&self) -> bool {
+        true
     }
 
     fn outputs(&self, shape: &Shape) -> Vec<OutputSpec> {
@@ -46,13 +109,13 @@ impl Layout for Gptq {
         vec![
             OutputSpec::new("qweight", Dtype::I32, vec![k / 8, n]),
             OutputSpec::new("qzeros", Dtype::I32, vec![g, n / 8]),
-            OutputSpec::new("scales", Dtype::F16, vec![g, n]),
+            OutputSpec::new("scales", self.scales.dtype(), vec![g, n]),
             OutputSpec::new("g_idx", Dtype::I32, vec![k]),
         ]
     }
 
     fn refuse(&self, shape: &Shape) -> Option<String> {
-        (shape.rows % 8 != 0).then(|| {
+        (!shape.rows.is_multiple_of(8)).then(|| {
             format!(
                 "out_features {} is not divisible by 8, which packed zero points need",
                 shape.rows
@@ -142,12 +205,12 @@ impl Layout for Gptq {
         let qzeros = &outputs[QZEROS].of::<u32>()[first / 8..];
         unpack_rows(qzeros, stride / 8, count, groups, NibbleOrder::Sequential, codes.zeros);
         if !self.direct_zeros {
-            codes.zeros.iter_mut().for_each(|zero| *zero += 1);
+            add_one_to_words(codes.zeros, groups);
         }
     }
 
     fn config(&self, group: usize, context: &ConfigContext) -> Map<String, Value> {
-        let config = json!({
+        let mut config = object(json!({
             "quant_method": "gptq",
             "bits": 4,
             "group_size": group,
@@ -156,24 +219,59 @@ impl Layout for Gptq {
             "true_sequential": true,
             "checkpoint_format": if self.direct_zeros { "gptq_v2" } else { "gptq" },
             "lm_head": context.lm_head,
-        });
-        let Value::Object(config) = config else {
-            unreachable!("json! of braces is an object")
-        };
+        }));
+        if context.partly_dense {
+            tell_partly_dense(&mut config, context);
+        }
         config
     }
 
-    fn dense_size(&self, outputs: &[Option<(Dtype, &[usize])>], _group: usize) -> Result<(usize, usize), StoredFault> {
-        match outputs[QWEIGHT] {
-            Some((Dtype::I32, &[words, n])) => Ok((n, words * 8)),
-            Some((dtype, shape)) => Err(StoredFault {
-                suffix: "qweight",
-                what: format!("is {dtype:?} {shape:?}, where the layout has I32 [in_features / 8, out_features]"),
-            }),
-            None => Err(StoredFault {
-                suffix: "qweight",
-                what: "is missing".into(),
-            }),
+    fn dense_size(&self, outputs: &[Option<(Dtype, &[usize])>]) -> Result<(usize, usize), StoredFault> {
+        let [words, n] = packed_shape(outputs[QWEIGHT], "qweight", "[in_features / 8, out_features]")?;
+        Ok((n, words * 8))
+    }
+}
+
+/// Adds 0x11111111 to the words behind zero points `[rows, G]`, 8 rows of a group each, with the carries between nibbles.
+fn add_one_to_words(zeros: &mut [u8], groups: usize) {
+    for block in zeros.chunks_exact_mut(8 * groups) {
+        for group in 0..groups {
+            let mut carry = 0;
+            for row in 0..8 {
+                let zero = &mut block[row * groups + group];
+                let sum = *zero + 1 + carry;
+                (*zero, carry) = (sum & 15, sum >> 4);
+            }
         }
+    }
+}
+
+/// GPTQModel packs every linear of the models it knows unless `dynamic` excludes it; transformers, and vLLM where the key
+/// is there, pack what the list names (a list of lists: transformers concatenates them). Names are anchored: vLLM
+/// matches the patterns against its own fused names too.
+fn tell_partly_dense(config: &mut Map<String, Value>, context: &ConfigContext) {
+    let dense = context.dense_linears.iter().filter(|name| *name != "lm_head");
+    let dynamic: Map<String, Value> = dense
+        .map(|name| (format!("-:^{}$", name.replace('.', r"\.")), json!({})))
+        .collect();
+    config.insert("dynamic".into(), dynamic.into());
+    config.insert("modules_in_block_to_quantize".into(), json!([context.quantized]));
+    let quantizer = concat!("spark-quant:", env!("CARGO_PKG_VERSION"));
+    config.insert("meta".into(), json!({ "quantizer": [quantizer] }));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn v1_zero_points_come_back_from_a_word_that_borrowed() {
+        // Two groups; in the first, zero points of 0 beside others.
+        let zero_points: [[u8; 2]; 8] = [[0, 8], [0, 8], [3, 8], [15, 8], [0, 8], [1, 8], [15, 8], [0, 8]];
+        let word = |group: usize| (0..8).fold(0, |word, row| word | u32::from(zero_points[row][group]) << (4 * row));
+        let stored = [0, 1].map(|group| word(group).wrapping_sub(0x1111_1111));
+        let mut zeros: Vec<u8> = (0..16).map(|i| (stored[i % 2] >> (4 * (i / 2)) & 15) as u8).collect();
+        add_one_to_words(&mut zeros, 2);
+        assert_eq!(zeros, zero_points.as_flattened());
     }
 }

@@ -51,9 +51,26 @@ impl Rows<'_> {
 /// Where an int4 layout keeps codes, scales and zero points. The buffers of `outputs` hold a tile's pieces.
 pub(super) trait Layout: Send + Sync {
     const NAME: &'static str;
-    const SUFFIXES: &'static [&'static str];
+
+    /// Of [`Layout::outputs`], in order; the first names the module.
+    fn suffixes(&self) -> &'static [&'static str];
 
     fn symmetric(&self) -> bool;
+
+    /// Of the stored scales: F16 where this tool wrote them, F16 or BF16 where another did.
+    fn scale_dtype(&self) -> Float;
+
+    /// What vLLM makes of it.
+    fn vllm(&self) -> Vllm;
+
+    /// See [`Scheme::fresh_head_in_transformers`].
+    fn fresh_head_in_transformers(&self) -> bool;
+
+    /// See [`Scheme::hides`].
+    fn hides(&self, _dense: &str, _quantized: &str) -> bool {
+        false
+    }
+
     fn outputs(&self, shape: &Shape) -> Vec<OutputSpec>;
 
     /// Beyond what every int4 layout needs.
@@ -74,7 +91,29 @@ pub(super) trait Layout: Send + Sync {
     fn config(&self, group: usize, context: &ConfigContext) -> Map<String, Value>;
 
     /// Rows and columns behind the stored tensors.
-    fn dense_size(&self, outputs: &[Option<(Dtype, &[usize])>], group: usize) -> Result<(usize, usize), StoredFault>;
+    fn dense_size(&self, outputs: &[Option<(Dtype, &[usize])>]) -> Result<(usize, usize), StoredFault>;
+}
+
+/// The shape of the tensor that tells a module's size, where it is an I32 matrix; else what is wrong with it.
+pub(super) fn packed_shape(
+    stored: Option<(Dtype, &[usize])>,
+    suffix: &'static str,
+    layout: &str,
+) -> Result<[usize; 2], StoredFault> {
+    let what = match stored {
+        Some((Dtype::I32, &[rows, columns])) => return Ok([rows, columns]),
+        Some((dtype, shape)) => format!("is {dtype:?} {shape:?}, where the layout has I32 {layout}"),
+        None => "is missing".into(),
+    };
+    Err(StoredFault { suffix, what })
+}
+
+/// `json!` of braces as the map that it is.
+pub(super) fn object(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(map) => map,
+        _ => unreachable!("json! of braces is an object"),
+    }
 }
 
 /// An int4 scheme: the shared walk over one layout.
@@ -103,7 +142,7 @@ impl<L: Layout> Int4<L> {
     /// Sizes the tile's buffers and notes where they belong.
     fn lay_out(&self, shape: &Shape, tile: &Tile, out: &mut TileBuffers) {
         out.pieces = self.0.pieces(shape, &(tile.begin..tile.end));
-        out.outputs.resize_with(L::SUFFIXES.len(), Buffer::default);
+        out.outputs.resize_with(self.0.suffixes().len(), Buffer::default);
         for piece in &out.pieces {
             out.outputs[piece.output].resize(piece.from + piece.bytes());
         }
@@ -147,7 +186,7 @@ impl<L: Layout> Scheme for Int4<L> {
                 shape.rows, shape.columns
             ));
         }
-        if shape.columns % shape.group != 0 {
+        if !shape.columns.is_multiple_of(shape.group) {
             return Some(format!(
                 "in_features {} is not divisible by the group of {}",
                 shape.columns, shape.group
@@ -225,8 +264,8 @@ impl<L: Layout> Scheme for Int4<L> {
         stored: &mut dyn Stored,
         mut weights: Option<&mut dyn Weights>,
         out: &mut TileBuffers,
-        faults: &mut Vec<StoredFault>,
-    ) -> Result<TileStats, Error> {
+    ) -> Result<Measured, Error> {
+        let mut faults = Vec::new();
         self.load_pieces(shape, tile, stored, out)?;
         if tile.begin == 0 {
             faults.extend(self.0.check_constants(shape, &out.outputs));
@@ -259,7 +298,12 @@ impl<L: Layout> Scheme for Int4<L> {
                 let source = source.take::<u8>(count * shape.row_bytes());
                 weights.read((at.rows.start * shape.row_bytes()) as u64, source)?;
                 sums.resize(count, ErrorSums::default());
-                kernel::measure(
+                let measure = if self.0.scale_dtype() == Float::Bf16 {
+                    wide::measure
+                } else {
+                    kernel::measure
+                };
+                measure(
                     level,
                     shape.dtype,
                     source,
@@ -273,7 +317,7 @@ impl<L: Layout> Scheme for Int4<L> {
                 fold_rows(sums, &mut stats.blocks);
             }
         }
-        Ok(stats)
+        Ok(Measured { stats, faults })
     }
 
     fn decode(
@@ -305,7 +349,12 @@ impl<L: Layout> Scheme for Int4<L> {
             self.0
                 .unpack(level, &at, &out.outputs, RowCodesMut { words, scales, zeros });
             let into = &mut all[at.first() * row_bytes..(at.first() + count) * row_bytes];
-            kernel::decode(level, words, scales, zeros, shape.columns, shape.group, dtype, into);
+            let decode = if self.0.scale_dtype() == Float::Bf16 {
+                wide::decode
+            } else {
+                kernel::decode
+            };
+            decode(level, words, scales, zeros, shape.columns, shape.group, dtype, into);
         }
         // The dense rows become output 0, and its old buffer the scratch of the next tile.
         std::mem::swap(&mut out.outputs[0], &mut dense);
@@ -329,13 +378,20 @@ impl<L: Layout> Scheme for Int4<L> {
         group: usize,
         fallback: Float,
     ) -> Result<Shape, StoredFault> {
-        let (rows, columns) = self.0.dense_size(outputs, group)?;
+        let (rows, columns) = self.0.dense_size(outputs)?;
+        let group = if group == WHOLE_ROW { columns } else { group };
         let shape = Shape {
             rows,
             columns,
-            group,
+            group: group.max(1),
             dtype: fallback,
         };
+        if let Some(why) = self.refuse(&shape) {
+            return Err(StoredFault {
+                suffix: self.0.suffixes()[0],
+                what: format!("decodes to [{rows}, {columns}], which cannot be: {why}"),
+            });
+        }
         for (expected, found) in self.outputs(&shape).iter().zip(outputs) {
             let Some((dtype, found)) = found else {
                 return Err(StoredFault {
@@ -358,7 +414,19 @@ impl<L: Layout> Scheme for Int4<L> {
     }
 
     fn suffixes(&self) -> &'static [&'static str] {
-        L::SUFFIXES
+        self.0.suffixes()
+    }
+
+    fn vllm(&self) -> Vllm {
+        self.0.vllm()
+    }
+
+    fn fresh_head_in_transformers(&self) -> bool {
+        self.0.fresh_head_in_transformers()
+    }
+
+    fn hides(&self, dense: &str, quantized: &str) -> bool {
+        self.0.hides(dense, quantized)
     }
 }
 
@@ -367,11 +435,18 @@ impl<L: Layout> Int4<L> {
     fn check_groups(&self, at: &Rows, scales: &[u16], zeros: &[u8]) -> Option<StoredFault> {
         let groups = at.shape.groups();
         let place = |index: usize| format!("row {}, group {}", at.rows.start + index / groups, index % groups);
-        // f16: all exponent bits set is infinite or NaN; the sign bit alone is -0, which no writer makes.
-        if let Some(index) = scales.iter().position(|&bits| bits >= 0x7c00) {
-            let value = half::f16::from_bits(scales[index]);
+        let wide = self.0.scale_dtype() == Float::Bf16;
+        // All exponent bits set is infinite or NaN; the sign bit alone is -0, which no writer makes.
+        let least_bad = if wide { 0x7f80 } else { 0x7c00 };
+        if let Some(index) = scales.iter().position(|&bits| bits >= least_bad) {
+            let bits = scales[index];
+            let value = if wide {
+                wide::scale(bits)
+            } else {
+                half::f16::from_bits(bits).to_f32()
+            };
             return Some(StoredFault {
-                suffix: L::SUFFIXES[self.scales_output()],
+                suffix: self.0.suffixes()[self.scales_output()],
                 what: format!("holds the scale {value} at {}", place(index)),
             });
         }
@@ -383,7 +458,7 @@ impl<L: Layout> Int4<L> {
                 place(index)
             );
             return Some(StoredFault {
-                suffix: L::SUFFIXES[self.zeros_output()],
+                suffix: self.0.suffixes()[self.zeros_output()],
                 what,
             });
         }
@@ -391,14 +466,16 @@ impl<L: Layout> Int4<L> {
     }
 
     fn scales_output(&self) -> usize {
-        L::SUFFIXES
+        self.0
+            .suffixes()
             .iter()
             .position(|suffix| suffix.ends_with("scales") || suffix.ends_with("scale"))
             .unwrap_or(0)
     }
 
     fn zeros_output(&self) -> usize {
-        L::SUFFIXES
+        self.0
+            .suffixes()
             .iter()
             .position(|suffix| suffix.contains("zero"))
             .unwrap_or(0)

@@ -7,15 +7,21 @@
 //! |---|---|
 //! | `int4` | the walk that the three int4 layouts share |
 //! | `gptq` | `qweight`, `qzeros`, `scales`, `g_idx` |
+//! | `awq` | `qweight`, `qzeros`, `scales`, codes along N |
+//! | `compressed_tensors` | `weight_packed`, `weight_scale`, `weight_shape`, `weight_zero_point` |
 //! | `uintx` | `uintx_packed`, `uintx_scale`, `uintx_zero_point` |
+//! | `wide` | int4 whose scales another tool stored as BF16 |
 //! | `buffer` | cache-line aligned scratch memory |
 //! | `registry` | which scheme a request or a config names |
 
+mod awq;
 mod buffer;
+mod compressed_tensors;
 mod gptq;
 mod int4;
 mod registry;
 mod uintx;
+mod wide;
 
 pub use buffer::Buffer;
 pub use registry::{recognise, select, QType, Recognised, Request, ALL_LAYOUTS};
@@ -162,6 +168,13 @@ pub struct TileStats {
     pub counts: GroupCounts,
 }
 
+/// What one stored tile came to: as when it was encoded, and what is wrong with it.
+#[derive(Debug, Default)]
+pub struct Measured {
+    pub stats: TileStats,
+    pub faults: Vec<StoredFault>,
+}
+
 /// Why a tile could not be done. `Fault` counts elements from the module's first weight.
 #[derive(Debug)]
 pub enum TileError {
@@ -202,7 +215,25 @@ pub struct ConfigContext<'a> {
     pub quantized: &'a [String],
     /// Names of the linear modules that stay dense.
     pub dense_linears: &'a [String],
+    /// Whether some of them would be quantized by a reader that knows the model, if it were not told.
+    pub partly_dense: bool,
     pub lm_head: bool,
+}
+
+/// A group that spans a row, however long the row is.
+pub const WHOLE_ROW: usize = 0;
+
+/// What vLLM makes of a layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vllm {
+    /// It does not know it, and its users know that.
+    Unknown,
+    /// It loads it, as others do: a shape that it cannot load is worth a warning.
+    OneOfMany,
+    /// The layout is written for it: a shape that it cannot load stays dense.
+    Target,
+    /// What it refuses, and the way out.
+    Refuses(&'static str),
 }
 
 /// What is wrong with a stored module, for `--verify`: the output's suffix and a sentence.
@@ -256,8 +287,7 @@ pub trait Scheme: Send + Sync {
         stored: &mut dyn Stored,
         weights: Option<&mut dyn Weights>,
         out: &mut TileBuffers,
-        faults: &mut Vec<StoredFault>,
-    ) -> Result<TileStats, Error>;
+    ) -> Result<Measured, Error>;
 
     /// Decodes a tile to `dtype`; the bytes are left in `out.outputs[0]`, their places (in the dense weight) in `out.pieces`.
     fn decode(
@@ -305,6 +335,21 @@ pub trait Scheme: Send + Sync {
 
     /// The suffixes of [`Scheme::outputs`], in order; the first names the module.
     fn suffixes(&self) -> &'static [&'static str];
+
+    /// What vLLM makes of it.
+    fn vllm(&self) -> Vllm {
+        Vllm::Unknown
+    }
+
+    /// Whether transformers ignores a quantized lm_head of this layout and initialises a fresh one.
+    fn fresh_head_in_transformers(&self) -> bool {
+        false
+    }
+
+    /// Whether naming the module `dense` in the config makes a reader take `quantized` for dense too.
+    fn hides(&self, _dense: &str, _quantized: &str) -> bool {
+        false
+    }
 }
 
 /// Even tiles over `rows` that are multiples of `step` and hold at most about `most` rows.

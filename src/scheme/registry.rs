@@ -1,9 +1,8 @@
 //! Which scheme a request or a config names. A new scheme is one file beside this one and a row here.
 
-use super::gptq::Gptq;
-use super::int4::Int4;
-use super::{uintx, Scheme};
+use super::{awq, compressed_tensors, gptq, uintx, Scheme, WHOLE_ROW};
 use crate::error::{Error, Result};
+use crate::tensor::{Dtype, Float};
 use serde_json::{Map, Value};
 use std::fmt;
 
@@ -54,34 +53,58 @@ pub struct Request {
 /// The scheme and group that a checkpoint's `quantization_config` names.
 pub struct Recognised {
     pub scheme: Box<dyn Scheme>,
+    /// [`WHOLE_ROW`] where each row is one group.
     pub group: usize,
 }
 
 struct Row {
     name: &'static str,
     select: fn(&Request) -> Result<Box<dyn Scheme>>,
-    /// `None`: not this layout's config; `Err`: this layout's, but not one that can be read, and why.
-    recognise: fn(&Map<String, Value>) -> Option<Result<Recognised, String>>,
+    /// Its `quant_method` in a config.
+    method: &'static str,
+    /// Given the dtype of the stored scales; `Err`: this layout's config, but not one that can be read, and why.
+    recognise: fn(&Map<String, Value>, Float) -> Result<Recognised, String>,
 }
 
-const ROWS: &[Row] = &[Row {
-    name: "gptq",
-    select: select_gptq,
-    recognise: recognise_gptq,
-}];
+const ROWS: &[Row] = &[
+    Row {
+        name: "gptq",
+        select: gptq::select,
+        method: "gptq",
+        recognise: gptq::recognise,
+    },
+    Row {
+        name: "awq",
+        select: awq::select,
+        method: "awq",
+        recognise: awq::recognise,
+    },
+    Row {
+        name: "compressed-tensors",
+        select: compressed_tensors::select,
+        method: "compressed-tensors",
+        recognise: compressed_tensors::recognise,
+    },
+    Row {
+        name: "uintx",
+        select: uintx::select,
+        method: "uintx",
+        recognise: uintx::recognise,
+    },
+];
 
 /// Names for `--layout`.
-pub const ALL_LAYOUTS: &[&str] = &["gptq"];
+pub const ALL_LAYOUTS: &[&str] = &["gptq", "awq", "compressed-tensors"];
 
 /// The scheme that a request names.
 ///
 /// # Errors
 /// [`Error::BadGroup`] or [`Error::BadRequest`] where the settings do not go together.
 pub fn select(request: &Request) -> Result<Box<dyn Scheme>> {
-    if let QType::Uint(bits) = request.qtype {
-        return uintx::select(bits, request);
-    }
-    let name = request.layout.unwrap_or("gptq");
+    let name = match request.qtype {
+        QType::Uint(_) => "uintx",
+        QType::Int4 => request.layout.unwrap_or("gptq"),
+    };
     let row = ROWS.iter().find(|row| row.name == name);
     row.map_or_else(
         || Err(Error::BadRequest(format!("--layout {name} is not known"))),
@@ -89,18 +112,27 @@ pub fn select(request: &Request) -> Result<Box<dyn Scheme>> {
     )
 }
 
-/// The scheme that wrote a checkpoint with this `quantization_config`, or the reason it cannot be read.
-pub fn recognise(config: &Map<String, Value>) -> Result<Recognised, String> {
-    let found = ROWS.iter().find_map(|row| (row.recognise)(config));
-    found.or_else(|| uintx::recognise(config)).unwrap_or_else(|| {
-        let method = config.get("quant_method").map_or("none".to_string(), Value::to_string);
-        Err(format!("quant_method {method} is not one that this tool reads"))
-    })
+/// The scheme that wrote a checkpoint with this `quantization_config` and these tensors (names and dtypes), or the reason
+/// it cannot be read.
+pub fn recognise<'a>(
+    config: &Map<String, Value>,
+    tensors: impl IntoIterator<Item = (&'a str, Dtype)>,
+) -> Result<Recognised, String> {
+    let method = config.get("quant_method").unwrap_or(&Value::Null);
+    let row = ROWS.iter().find(|row| method == row.method);
+    let row = row.ok_or_else(|| format!("quant_method {method} is not one that this tool reads"))?;
+    // The config does not say it. One for all: a module with another dtype is then a fault of its shape.
+    let scales = tensors
+        .into_iter()
+        .find(|(name, _)| name.ends_with(".scales") || name.ends_with(".weight_scale"))
+        .filter(|(_, dtype)| *dtype == Dtype::BF16)
+        .map_or(Float::F16, |_| Float::Bf16);
+    (row.recognise)(config, scales)
 }
 
 /// Packed words hold eight codes along K.
-fn check_int4_group(group: usize) -> Result<()> {
-    if group == 0 || group % 8 != 0 {
+pub(super) fn check_int4_group(group: usize) -> Result<()> {
+    if group == 0 || !group.is_multiple_of(8) {
         return Err(Error::BadGroup {
             group,
             why: "int4 packs 8 codes in a word, so the group is a multiple of 8",
@@ -109,59 +141,32 @@ fn check_int4_group(group: usize) -> Result<()> {
     Ok(())
 }
 
-fn select_gptq(request: &Request) -> Result<Box<dyn Scheme>> {
-    check_int4_group(request.group)?;
-    Ok(Box::new(Int4(Gptq::written(!request.asym))))
+/// The value of the first of `keys` that is there: tools have renamed some.
+pub(super) fn any_of<'a>(config: &'a Map<String, Value>, keys: &[&str]) -> Option<&'a Value> {
+    keys.iter().find_map(|key| config.get(*key))
 }
 
-fn recognise_gptq(config: &Map<String, Value>) -> Option<Result<Recognised, String>> {
-    if config.get("quant_method")?.as_str()? != "gptq" {
-        return None;
-    }
-    Some(read_gptq(config))
-}
-
-fn read_gptq(config: &Map<String, Value>) -> Result<Recognised, String> {
-    require_bits(config)?;
-    let group = read_group(config)?;
-    let symmetric = config.get("sym").and_then(Value::as_bool).ok_or("sym is missing")?;
-    if config.get("desc_act").and_then(Value::as_bool).unwrap_or(false) {
-        return Err("desc_act is true, and this tool reads groups in order only".into());
-    }
-    let direct_zeros = match config
-        .get("checkpoint_format")
-        .and_then(Value::as_str)
-        .unwrap_or("gptq")
-    {
-        "gptq" => false,
-        "gptq_v2" => true,
-        other => {
-            return Err(format!(
-                "checkpoint_format {other:?} is neither \"gptq\" nor \"gptq_v2\""
-            ))
-        }
-    };
-    Ok(Recognised {
-        scheme: Box::new(Int4(Gptq {
-            symmetric,
-            direct_zeros,
-        })),
-        group,
-    })
-}
-
-fn require_bits(config: &Map<String, Value>) -> Result<(), String> {
-    match config.get("bits").and_then(Value::as_u64) {
-        Some(4) => Ok(()),
-        other => Err(format!("bits is {other:?}, and this layout is read with 4")),
+/// # Errors
+/// Where the config is of another width than 4 bits, in words.
+pub(super) fn require_4_bits(config: &Map<String, Value>, keys: &[&str]) -> Result<(), String> {
+    match any_of(config, keys) {
+        Some(bits) if bits.as_u64() == Some(4) => Ok(()),
+        Some(bits) => Err(format!("{} is {bits}, and this layout is read with 4", keys[0])),
+        None => Err(format!("{} is missing", keys[0])),
     }
 }
 
-fn read_group(config: &Map<String, Value>) -> Result<usize, String> {
-    let group = config
-        .get("group_size")
-        .and_then(Value::as_u64)
-        .ok_or("group_size is missing")? as usize;
+/// The group; -1 is [`WHOLE_ROW`].
+///
+/// # Errors
+/// Where it is missing or cannot be, in words.
+pub(super) fn read_group(config: &Map<String, Value>, keys: &[&str]) -> Result<usize, String> {
+    let value = any_of(config, keys).ok_or_else(|| format!("{} is missing", keys[0]))?;
+    if value.as_i64() == Some(-1) {
+        return Ok(WHOLE_ROW);
+    }
+    let group = value.as_u64().and_then(|group| usize::try_from(group).ok());
+    let group = group.ok_or_else(|| format!("{} is {value}, not a count", keys[0]))?;
     check_int4_group(group).map_err(|error| error.to_string())?;
     Ok(group)
 }

@@ -4,12 +4,15 @@
 //! Packed bytes hold codes from all over the tensor (see [`shards`](crate::kernel::shards)), so a tile is a range of
 //! bytes and reads the segments of the weight behind it: `segments`, `length` apart.
 
+mod tiles;
+
 use super::*;
 use crate::checkpoint::Metadata;
-use crate::kernel::shards::{self, shards, Shard};
+use crate::kernel::shards::{self, shards};
 use crate::kernel::uintx as kernel;
 use serde_json::{json, Map};
 use std::collections::BTreeMap;
+use tiles::{push_run, Pass, Place, Regions, Run};
 
 const PACKED: usize = 0;
 const SCALES: usize = 1;
@@ -18,10 +21,6 @@ const SUFFIXES: [&str; 3] = ["uintx_packed", "uintx_scale", "uintx_zero_point"];
 
 const METADATA_KEY: &str = "aitk_quantization";
 
-/// Weights encoded at a time, over all segments: with their codes they fit a core's second-level cache. Part of the
-/// report's arithmetic, as sums are folded at the ends of steps.
-const STEP_ELEMENTS: usize = 256 << 10;
-
 pub(super) struct Uintx {
     /// 2 to 7.
     pub bits: u8,
@@ -29,8 +28,9 @@ pub(super) struct Uintx {
 
 /// # Errors
 /// Where the settings do not go together.
-pub(super) fn select(bits: u8, request: &Request) -> Result<Box<dyn Scheme>, Error> {
-    let refuse = |option: &str, why: &str| Err(Error::BadRequest(format!("{option} with uint{bits}: {why}")));
+pub(super) fn select(request: &Request) -> Result<Box<dyn Scheme>, Error> {
+    let qtype = request.qtype;
+    let refuse = |option: &str, why: &str| Err(Error::BadRequest(format!("{option} with {qtype}: {why}")));
     if let Some(layout) = request.layout {
         return refuse(
             &format!("--layout {layout}"),
@@ -44,204 +44,28 @@ pub(super) fn select(bits: u8, request: &Request) -> Result<Box<dyn Scheme>, Err
         let why = "a group holds at least one weight";
         return Err(Error::BadGroup { group: 0, why });
     }
-    Ok(Box::new(Uintx { bits }))
+    Ok(Box::new(Uintx { bits: qtype.bits() }))
 }
 
-/// `None`: not this layout's config; `Err`: this layout's, but not one that can be read, and why.
-pub(super) fn recognise(config: &Map<String, Value>) -> Option<Result<Recognised, String>> {
-    let count = |key: &str| config.get(key).and_then(Value::as_u64);
-    if config.get("quant_method")?.as_str()? != "uintx" {
-        return None;
-    }
-    let bits = match count("bits") {
-        Some(bits @ 2..=7) => bits as u8,
-        _ => return Some(Err("bits is not 2 to 7".into())),
+/// # Errors
+/// Where the config lacks the bits or the group, in words.
+pub(super) fn recognise(config: &Map<String, Value>, _scales: Float) -> Result<Recognised, String> {
+    let count = |key: &str| {
+        let value = config.get(key).ok_or_else(|| format!("{key} is missing"))?;
+        let count = value.as_u64().and_then(|count| usize::try_from(count).ok());
+        count.ok_or_else(|| format!("{key} is {value}, not a count"))
     };
-    let group = match count("group_size") {
-        Some(group) if group > 0 => group as usize,
-        _ => return Some(Err("group_size is not a count above 0".into())),
-    };
-    let scheme = Box::new(Uintx { bits });
-    Some(Ok(Recognised { scheme, group }))
-}
-
-/// Some shards of a tensor that are packed together: byte `i` of the narrowest holds the codes `i`, `i + length`, ..,
-/// and of one that is `k` times as wide the byte `i + q * length` the codes of the segments `q`, `q + k`, ..
-#[derive(Clone, Copy)]
-struct Pass {
-    shards: &'static [Shard],
-    /// Of the first shard, in bytes from the start of `uintx_packed`.
-    offset: usize,
-    /// Bytes of the narrowest shard, which is also how many codes a segment has.
-    length: usize,
-    segments: usize,
-    /// Where the tiles of this pass begin to count.
-    base: usize,
-    /// Codes of a segment that are encoded at a time.
-    step: usize,
-}
-
-impl Pass {
-    /// All shards in one pass, where their bytes line up. In a tensor whose size is not a multiple of the segments (the
-    /// group is then not one of 8) they do not, and each shard has a pass of its own.
-    fn all(bits: u8, shape: &Shape) -> Vec<Pass> {
-        let (shards, elements) = (shards(bits), shape.elements());
-        let narrowest = shards[shards.len() - 1];
-        if elements.is_multiple_of(narrowest.codes()) {
-            return vec![Pass::new(shards, 0, 0, shape)];
-        }
-        let mut offset = 0;
-        let single = shards.chunks(1).map(|shard| {
-            let pass = Pass::new(shard, offset, offset, shape);
-            offset += pass.length;
-            pass
-        });
-        single.collect()
+    let (bits, group) = (count("bits")?, count("group_size")?);
+    if !(2..=7).contains(&bits) || group == 0 {
+        return Err(format!(
+            "bits {bits} and group_size {group} are not those of uint2 .. uint7"
+        ));
     }
-
-    fn new(shards: &'static [Shard], offset: usize, base: usize, shape: &Shape) -> Pass {
-        let narrowest = shards[shards.len() - 1];
-        let segments = narrowest.codes();
-        Pass {
-            shards,
-            offset,
-            length: narrowest.bytes(shape.elements()),
-            segments,
-            base,
-            step: (STEP_ELEMENTS / segments).next_multiple_of(shape.group),
-        }
-    }
-
-    /// How many times a shard is as wide as the narrowest.
-    fn times(&self, shard: Shard) -> usize {
-        self.segments / shard.codes()
-    }
-
-    /// Packed bytes for each byte of the narrowest shard.
-    fn width(&self) -> usize {
-        self.shards.iter().map(|&shard| self.times(shard)).sum()
-    }
-
-    fn steps(&self) -> usize {
-        self.length.div_ceil(self.step)
-    }
-}
-
-/// Some codes of one segment and the groups that begin among them.
-struct Run {
-    /// Codes, counted through the tensor.
-    codes: Range<usize>,
-    groups: Range<usize>,
-}
-
-impl Run {
-    fn new(shape: &Shape, pass: &Pass, segment: usize, bytes: &Range<usize>) -> Run {
-        let at = |byte: usize| (segment * pass.length + byte).min(shape.elements());
-        let codes = at(bytes.start)..at(bytes.end);
-        let groups = codes.start.div_ceil(shape.group)..codes.end.div_ceil(shape.group);
-        Run { codes, groups }
-    }
-
-    /// The codes of its groups: the last may reach beyond the run's.
-    fn whole(&self, shape: &Shape) -> Range<usize> {
-        self.groups.start * shape.group..self.groups.end * shape.group
-    }
-}
-
-/// A tile's place: a pass, and a range of the bytes of its narrowest shard.
-struct Place {
-    pass: Pass,
-    bytes: Range<usize>,
-    /// Whether it holds the scales, zero points and sums: each pass reads all weights, and the first keeps them.
-    first: bool,
-}
-
-impl Place {
-    fn steps(&self) -> impl Iterator<Item = Range<usize>> {
-        let (end, step) = (self.bytes.end, self.pass.step);
-        self.bytes
-            .clone()
-            .step_by(step)
-            .map(move |begin| begin..(begin + step).min(end))
-    }
-
-    /// Where the tile's part of shard `index` begins in its buffer.
-    fn from(&self, index: usize) -> usize {
-        let before = self.pass.shards[..index].iter().map(|&shard| self.pass.times(shard));
-        before.sum::<usize>() * self.bytes.len()
-    }
-
-    /// The runs of the whole tile, one per segment; none where another pass has them.
-    fn runs<'a>(&'a self, shape: &'a Shape) -> impl Iterator<Item = Run> + 'a {
-        let segments = if self.first { self.pass.segments } else { 0 };
-        (0..segments).map(|segment| Run::new(shape, &self.pass, segment, &self.bytes))
-    }
-
-    /// Group of the tile, in the order of its runs, at which each segment begins.
-    fn group_offsets(&self, shape: &Shape) -> [usize; 8] {
-        let mut offsets = [0; 8];
-        let mut sum = 0;
-        for (offset, run) in offsets.iter_mut().zip(self.runs(shape)) {
-            *offset = sum;
-            sum += run.groups.len();
-        }
-        offsets
-    }
-}
-
-/// Codes of one step, a region for each segment. A region has room for a group that begins before the segment's codes
-/// and for one that ends after them.
-struct Regions {
-    stride: usize,
-}
-
-impl Regions {
-    fn new(shape: &Shape, pass: &Pass) -> Regions {
-        Regions {
-            stride: pass.step + 2 * shape.group,
-        }
-    }
-
-    fn len(&self, pass: &Pass) -> usize {
-        self.stride * pass.segments
-    }
-
-    /// The segments of a shard's byte run `q`, of the starts of all segments.
-    fn starts(pass: &Pass, shard: Shard, q: usize, all: &[usize; 8]) -> [usize; 8] {
-        let times = pass.times(shard);
-        std::array::from_fn(|j| all.get(q + j * times).copied().unwrap_or(0))
-    }
-}
-
-/// Appends a run of bytes, joined to the last piece where it continues it.
-fn push_run(pieces: &mut Vec<Piece>, output: usize, from: usize, offset: usize, width: usize) {
-    if width == 0 {
-        return;
-    }
-    match pieces.last_mut() {
-        Some(last)
-            if last.output == output
-                && last.from + last.width == from
-                && last.offset + last.width as u64 == offset as u64 =>
-        {
-            last.width += width;
-        }
-        _ => pieces.push(Piece::run(output, from, offset as u64, width)),
-    }
+    let scheme = Box::new(Uintx { bits: bits as u8 });
+    Ok(Recognised { scheme, group })
 }
 
 impl Uintx {
-    fn place(&self, shape: &Shape, tile: &Tile) -> Place {
-        let passes = Pass::all(self.bits, shape);
-        let index = passes.iter().rposition(|pass| pass.base <= tile.begin).unwrap_or(0);
-        let pass = passes[index];
-        Place {
-            pass,
-            bytes: tile.begin - pass.base..tile.end - pass.base,
-            first: index == 0,
-        }
-    }
-
     /// Sizes the tile's buffers and notes where they belong.
     fn lay_out(&self, shape: &Shape, place: &Place, out: &mut TileBuffers) {
         let (pass, bytes) = (&place.pass, &place.bytes);
@@ -429,23 +253,8 @@ impl Scheme for Uintx {
     }
 
     fn tiles(&self, shape: &Shape, budget: usize) -> Vec<Tile> {
-        let tiles_of = |pass: Pass| {
-            // Whole steps, as even as they come.
-            let most = (budget / pass.width() / pass.step).max(1);
-            let count = pass.steps().div_ceil(most);
-            let each = pass.steps().div_ceil(count) * pass.step;
-            (0..pass.length).step_by(each).map(move |begin| {
-                let bytes = begin..(begin + each).min(pass.length);
-                let codes = |segment| Run::new(shape, &pass, segment, &bytes).codes.len();
-                let read = (0..pass.segments).map(codes).sum::<usize>() * shape.dtype.size();
-                Tile {
-                    begin: pass.base + bytes.start,
-                    end: pass.base + bytes.end,
-                    source_bytes: if pass.base == 0 { read as u64 } else { 0 },
-                }
-            })
-        };
-        Pass::all(self.bits, shape).into_iter().flat_map(tiles_of).collect()
+        let passes = Pass::all(self.bits, shape);
+        passes.iter().flat_map(|pass| pass.tiles(shape, budget)).collect()
     }
 
     fn blocks(&self, shape: &Shape) -> usize {
@@ -461,7 +270,7 @@ impl Scheme for Uintx {
         weights: &mut dyn Weights,
         out: &mut TileBuffers,
     ) -> Result<TileStats, TileError> {
-        let place = self.place(shape, tile);
+        let place = Place::of(self.bits, shape, tile);
         self.lay_out(shape, &place, out);
         let (pass, size, group) = (&place.pass, shape.dtype.size(), shape.group);
         let regions = Regions::new(shape, pass);
@@ -539,13 +348,12 @@ impl Scheme for Uintx {
         stored: &mut dyn Stored,
         mut weights: Option<&mut dyn Weights>,
         out: &mut TileBuffers,
-        faults: &mut Vec<StoredFault>,
-    ) -> Result<TileStats, Error> {
-        let place = self.place(shape, tile);
+    ) -> Result<Measured, Error> {
+        let place = Place::of(self.bits, shape, tile);
         self.load(shape, &place, stored, out)?;
-        let mut stats = TileStats::default();
+        let (mut stats, mut faults) = (TileStats::default(), Vec::new());
         if !place.first {
-            return Ok(stats);
+            return Ok(Measured { stats, faults });
         }
         stats.first_block = place.bytes.start / place.pass.step * place.pass.segments;
         let size = shape.dtype.size();
@@ -589,7 +397,7 @@ impl Scheme for Uintx {
                 Ok(())
             },
         )?;
-        Ok(stats)
+        Ok(Measured { stats, faults })
     }
 
     fn decode(
@@ -601,7 +409,7 @@ impl Scheme for Uintx {
         dtype: Float,
         out: &mut TileBuffers,
     ) -> Result<(), Error> {
-        let place = self.place(shape, tile);
+        let place = Place::of(self.bits, shape, tile);
         self.load(shape, &place, stored, out)?;
         out.pieces.clear();
         if !place.first {

@@ -1,5 +1,5 @@
 use super::*;
-use crate::plan::{Dense, SourceRange, Work};
+use crate::plan::{Dense, Work};
 use crate::tensor::Dtype;
 use proptest::prelude::*;
 use safetensors::tensor::TensorView;
@@ -41,14 +41,9 @@ fn plans() -> impl Strategy<Value = (Vec<Item>, Vec<OutputTensor>)> {
                     len,
                 });
             }
-            let (name, reason) = (String::new(), String::new());
+            let (name, reason, parts) = (String::new(), String::new(), Vec::new());
             items.push(Item {
-                source: SourceRange {
-                    file: 0,
-                    offset: 0,
-                    len: 0,
-                },
-                work: Work::Copy(Dense { name, reason }),
+                work: Work::Copy(Dense { name, reason, parts }),
                 outputs: begin..tensors.len(),
             });
         }
