@@ -123,6 +123,18 @@ pub fn extract(shard: Shard, index: usize, src: &[u8], codes: &mut [u8]) {
 /// A cache line of codes or of packed bytes.
 const LINE: usize = 64;
 
+/// The fields of a line of codes, moved to the low end of their bytes.
+#[inline(always)]
+fn fields<L: Lanes, const BITS: u32, const LOW: u32>(l: L, codes: &[u8; LINE]) -> L::I {
+    l.and(l.shr::<LOW>(l.load_bytes(codes)), low_bits::<L, BITS>(l))
+}
+
+/// The lowest `BITS` bits of each byte.
+#[inline(always)]
+fn low_bits<L: Lanes, const BITS: u32>(l: L) -> L::I {
+    l.splat_i(0x0101_0101 * ((1 << BITS) - 1))
+}
+
 struct Pack<'a, const BITS: u32, const LOW: u32, const COUNT: usize> {
     codes: &'a [u8],
     starts: &'a [usize],
@@ -134,29 +146,42 @@ impl<const BITS: u32, const LOW: u32, const COUNT: usize> Job for Pack<'_, BITS,
 
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let len = self.out.len();
-        let segments: [&[u8]; COUNT] = std::array::from_fn(|j| &self.codes[self.starts[j]..][..len]);
-        let mask = l.splat_i(0x0101_0101 * ((1 << BITS) - 1));
-        // Masked fields leave room above them in their byte, so that shifting whole lanes moves nothing between bytes.
-        let join = |lines: [&[u8; LINE]; COUNT], out: &mut [u8; LINE]| {
+        let Pack { codes, starts, out } = self;
+        let len = out.len();
+        let mut segments: [&[u8]; COUNT] = [&[]; COUNT];
+        for (segment, start) in segments.iter_mut().zip(starts) {
+            *segment = &codes[*start..][..len];
+        }
+        let (lines, rest) = out.as_chunks_mut::<LINE>();
+        for (i, out) in lines.iter_mut().enumerate() {
+            // Masked fields leave room above them in their byte, so that shifting whole lanes moves nothing between bytes.
             let mut bytes = l.splat_i(0);
-            for line in lines.into_iter().rev() {
-                let field = l.and(l.shr::<LOW>(l.load_bytes(line)), mask);
+            for j in (0..COUNT).rev() {
+                let field = fields::<L, BITS, LOW>(l, line(segments[j], i));
                 bytes = l.or(l.shl::<BITS>(bytes), field);
             }
             l.store_bytes(bytes, out);
-        };
-        let (lines, rest) = self.out.as_chunks_mut::<LINE>();
-        for (i, out) in lines.iter_mut().enumerate() {
-            join(segments.map(|segment| line(segment, i)), out);
         }
         if !rest.is_empty() {
-            let tails = segments.map(|segment| padded(&segment[len - rest.len()..]));
+            let mut bytes = l.splat_i(0);
+            for j in (0..COUNT).rev() {
+                let field = fields::<L, BITS, LOW>(l, &padded(&segments[j][len - rest.len()..]));
+                bytes = l.or(l.shl::<BITS>(bytes), field);
+            }
             let mut out = [0; LINE];
-            join(tails.each_ref(), &mut out);
+            l.store_bytes(bytes, &mut out);
             rest.copy_from_slice(&out[..rest.len()]);
         }
     }
+}
+
+/// Puts the lowest fields of a line of packed bytes into a line of codes.
+#[inline(always)]
+fn put_fields<L: Lanes, const BITS: u32, const LOW: u32>(l: L, bytes: L::I, codes: &mut [u8; LINE]) {
+    // What earlier shifts of whole lanes brought in from the next byte lies above the field and is masked away.
+    let field = l.shl::<LOW>(l.and(bytes, low_bits::<L, BITS>(l)));
+    let kept = if LOW == 0 { l.splat_i(0) } else { l.load_bytes(codes) };
+    l.store_bytes(l.or(kept, field), codes);
 }
 
 struct Unpack<'a, const BITS: u32, const LOW: u32, const COUNT: usize> {
@@ -171,29 +196,22 @@ impl<const BITS: u32, const LOW: u32, const COUNT: usize> Job for Unpack<'_, BIT
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         let Unpack { src, codes, starts } = self;
-        let mask = l.splat_i(0x0101_0101 * ((1 << BITS) - 1));
-        // What the shift of whole lanes brings in from the next byte lies above the field and is masked away.
-        let take = |bytes: L::I, code: &mut [u8; LINE]| {
-            let field = l.shl::<LOW>(l.and(bytes, mask));
-            let kept = if LOW == 0 { l.splat_i(0) } else { l.load_bytes(code) };
-            l.store_bytes(l.or(kept, field), code);
-        };
         let (lines, rest) = src.as_chunks::<LINE>();
         for (i, line) in lines.iter().enumerate() {
             let mut bytes = l.load_bytes(line);
             for start in &starts[..COUNT] {
-                let code = codes[start + i * LINE..].first_chunk_mut();
-                take(bytes, code.expect("a segment is as long as the shard"));
+                let codes = codes[start + i * LINE..].first_chunk_mut();
+                put_fields::<L, BITS, LOW>(l, bytes, codes.expect("a segment is as long as the shard"));
                 bytes = l.shr::<BITS>(bytes);
             }
         }
         if !rest.is_empty() {
             let mut bytes = l.load_bytes(&padded(rest));
             for start in &starts[..COUNT] {
-                let code = &mut codes[start + lines.len() * LINE..][..rest.len()];
-                let mut whole = padded(code);
-                take(bytes, &mut whole);
-                code.copy_from_slice(&whole[..rest.len()]);
+                let codes = &mut codes[start + lines.len() * LINE..][..rest.len()];
+                let mut whole = padded(codes);
+                put_fields::<L, BITS, LOW>(l, bytes, &mut whole);
+                codes.copy_from_slice(&whole[..rest.len()]);
                 bytes = l.shr::<BITS>(bytes);
             }
         }

@@ -210,18 +210,17 @@ struct Batch {
 impl Batch {
     #[inline(always)]
     fn new<L: Lanes, W: Weight>(l: L, (mn, mx): (L::F, L::F), top: u32) -> Batch {
-        let round = |x: L::F| W::round(l, (x, x)).0;
         let (none, largest) = (l.splat_i(0), l.splat_i(top));
-        let range = round(l.sub(mx, mn));
-        let scale = l.bits(round(l.div(range, l.splat(top as f32))));
+        let range = round::<L, W>(l, l.sub(mx, mn));
+        let scale = l.bits(round::<L, W>(l, l.div(range, l.splat(top as f32))));
         // Neither is negative, so that their bits are ordered as they are.
         let scale = l.from_bits(l.max_i32(scale, l.splat_i(SMALLEST_SCALE.to_bits())));
         let steps = l.sub_i(
-            l.bits(l.add(round(l.div(mn, scale)), l.splat(BIAS))),
+            l.bits(l.add(round::<L, W>(l, l.div(mn, scale)), l.splat(BIAS))),
             l.splat_i(BIAS.to_bits()),
         );
         let zero = l.min_i32(l.max_i32(l.sub_i(none, steps), none), largest);
-        let reciprocal = round(l.div(l.splat(1.0), scale));
+        let reciprocal = round::<L, W>(l, l.div(l.splat(1.0), scale));
         // All ones in the lanes where the subtraction is negative.
         let infinite = l.sub_i(none, l.shr::<31>(l.sub_i(l.splat_i(F32_LARGEST), l.bits(reciprocal))));
         let mut batch = Batch {
@@ -240,6 +239,12 @@ impl Batch {
         l.store(l.select(infinite, none, zero), &mut batch.shifts);
         batch
     }
+}
+
+/// `x` rounded half to even to the dtype.
+#[inline(always)]
+fn round<L: Lanes, W: Weight>(l: L, x: L::F) -> L::F {
+    W::round(l, (x, x)).0
 }
 
 /// Bits of the largest finite f32.
@@ -348,8 +353,8 @@ impl<L: Lanes> Dequantizer<L> {
     /// `(code - zp) * scale` rounded to `W`; `code - zp` is exact in every dtype.
     #[inline(always)]
     fn values<W: Weight>(&self, l: L, codes: (L::I, L::I)) -> (L::F, L::F) {
-        let value = |code: L::I| l.mul(l.to_f32(l.sub_i(code, self.zero)), self.scale);
-        W::round(l, (value(codes.0), value(codes.1)))
+        let (even, odd) = (l.sub_i(codes.0, self.zero), l.sub_i(codes.1, self.zero));
+        W::round(l, (l.mul(l.to_f32(even), self.scale), l.mul(l.to_f32(odd), self.scale)))
     }
 }
 
@@ -371,11 +376,13 @@ impl<L: Lanes> Quantizer<L> {
             l,
             (l.mul(weights.0, self.reciprocal), l.mul(weights.1, self.reciprocal)),
         );
-        let code = |steps: L::F| {
-            let code = l.sub_i(l.bits(l.add(steps, l.splat(BIAS))), self.shift);
-            l.min_i32(l.max_i32(code, l.splat_i(0)), self.largest)
-        };
-        (code(steps.0), code(steps.1))
+        (self.code(l, steps.0), self.code(l, steps.1))
+    }
+
+    #[inline(always)]
+    fn code(&self, l: L, steps: L::F) -> L::I {
+        let code = l.sub_i(l.bits(l.add(steps, l.splat(BIAS))), self.shift);
+        l.min_i32(l.max_i32(code, l.splat_i(0)), self.largest)
     }
 }
 

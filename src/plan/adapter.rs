@@ -62,7 +62,7 @@ impl Adapter {
                 let whole = mangle(module);
                 let wanted = |name: &String| {
                     let rest = |prefix: &&str| whole.strip_prefix(*prefix) == Some(name);
-                    *name == whole || MANGLED_PREFIXES.iter().any(|prefix| rest(prefix))
+                    *name == whole || MANGLED_PREFIXES.iter().any(rest)
                 };
                 mangled.iter().position(wanted).map(|at| &all[at])
             };

@@ -65,6 +65,14 @@ pub(super) fn recognise(config: &Map<String, Value>, _scales: Float) -> Result<R
     Ok(Recognised { scheme, group })
 }
 
+/// A tile's packed bytes, where to read what lies beyond them, and room to unpack them.
+struct PackedCodes<'a> {
+    stored: &'a mut dyn Stored,
+    packed: &'a [u8],
+    codes: &'a mut Buffer,
+    bytes: &'a mut Buffer,
+}
+
 impl Uintx {
     /// Sizes the tile's buffers and notes where they belong.
     fn lay_out(&self, shape: &Shape, place: &Place, out: &mut TileBuffers) {
@@ -127,11 +135,15 @@ impl Uintx {
         level: Level,
         shape: &Shape,
         place: &Place,
-        stored: &mut dyn Stored,
-        packed: &[u8],
-        (codes, bytes): (&mut Buffer, &mut Buffer),
+        packed: PackedCodes,
         mut each: impl FnMut(&Run, usize, &[u8]) -> Result<(), Error>,
     ) -> Result<(), Error> {
+        let PackedCodes {
+            stored,
+            packed,
+            codes,
+            bytes,
+        } = packed;
         let pass = &place.pass;
         let together = pass.shards.len() == shards(self.bits).len();
         let regions = Regions::new(shape, pass);
@@ -363,40 +375,38 @@ impl Scheme for Uintx {
         let [packed, scales, zero_points] = &out.outputs[..] else {
             unreachable!("lay_out makes three buffers")
         };
-        let pass = &place.pass;
-        self.walk(
-            level,
-            shape,
-            &place,
+        let packed = PackedCodes {
             stored,
-            packed.bytes(),
-            (words, zeros),
-            |run, at, codes| {
-                let groups = at..at + run.groups.len();
-                let kept = kernel::Stored {
-                    codes,
-                    scales: &scales.bytes()[groups.start * size..groups.end * size],
-                    zeros: &zero_points.bytes()[groups],
-                };
-                faults.extend(self.check_groups(shape, run, kept.scales, kept.zeros));
-                let Some(weights) = weights.as_deref_mut() else {
-                    return Ok(());
-                };
-                let whole = run.whole(shape);
-                let source = source.take::<u8>(whole.len() * size);
-                weights.read((whole.start * size) as u64, source)?;
-                // Runs without a group of their own are not walked, and their block is empty.
-                let step = (run.codes.start % pass.length - place.bytes.start) / pass.step;
-                let segment = run.codes.start / pass.length;
-                stats
-                    .blocks
-                    .resize(step * pass.segments + segment, ErrorSums::default());
-                stats
-                    .blocks
-                    .push(kernel::measure(level, shape.dtype, shape.group, source, kept));
-                Ok(())
-            },
-        )?;
+            packed: packed.bytes(),
+            codes: words,
+            bytes: zeros,
+        };
+        let pass = &place.pass;
+        self.walk(level, shape, &place, packed, |run, at, codes| {
+            let groups = at..at + run.groups.len();
+            let kept = kernel::Stored {
+                codes,
+                scales: &scales.bytes()[groups.start * size..groups.end * size],
+                zeros: &zero_points.bytes()[groups],
+            };
+            faults.extend(self.check_groups(shape, run, kept.scales, kept.zeros));
+            let Some(weights) = weights.as_deref_mut() else {
+                return Ok(());
+            };
+            let whole = run.whole(shape);
+            let source = source.take::<u8>(whole.len() * size);
+            weights.read((whole.start * size) as u64, source)?;
+            // Runs without a group of their own are not walked, and their block is empty.
+            let step = (run.codes.start % pass.length - place.bytes.start) / pass.step;
+            let segment = run.codes.start / pass.length;
+            stats
+                .blocks
+                .resize(step * pass.segments + segment, ErrorSums::default());
+            stats
+                .blocks
+                .push(kernel::measure(level, shape.dtype, shape.group, source, kept));
+            Ok(())
+        })?;
         Ok(Measured { stats, faults })
     }
 
@@ -424,25 +434,23 @@ impl Scheme for Uintx {
         let [packed, scales, zero_points] = &out.outputs[..] else {
             unreachable!("lay_out makes three buffers")
         };
-        self.walk(
-            level,
-            shape,
-            &place,
+        let packed = PackedCodes {
             stored,
-            packed.bytes(),
-            (words, zeros),
-            |run, at, codes| {
-                let groups = at..at + run.groups.len();
-                let kept = kernel::Stored {
-                    codes,
-                    scales: &scales.bytes()[groups.start * size..groups.end * size],
-                    zeros: &zero_points.bytes()[groups.clone()],
-                };
-                let into = &mut all[groups.start * width..groups.end * width];
-                kernel::decode(level, shape.dtype, group, kept, dtype, into);
-                Ok(())
-            },
-        )?;
+            packed: packed.bytes(),
+            codes: words,
+            bytes: zeros,
+        };
+        self.walk(level, shape, &place, packed, |run, at, codes| {
+            let groups = at..at + run.groups.len();
+            let kept = kernel::Stored {
+                codes,
+                scales: &scales.bytes()[groups.start * size..groups.end * size],
+                zeros: &zero_points.bytes()[groups.clone()],
+            };
+            let into = &mut all[groups.start * width..groups.end * width];
+            kernel::decode(level, shape.dtype, group, kept, dtype, into);
+            Ok(())
+        })?;
         for (run, from) in place.runs(shape).zip(place.group_offsets(shape)) {
             let (begin, count) = (run.groups.start * width, run.groups.len() * width);
             push_run(&mut out.pieces, 0, from * width, begin, count);
