@@ -3,7 +3,10 @@
 
 use crate::checkpoint::{Checkpoint, Reader, SourceTensor, REPORT_FILE};
 use crate::error::{Error, Result};
-use crate::plan::{find_modules, is_packed, origin, stored_config, stored_scheme, Origin, PackedModule, SourceRange};
+use crate::plan::{
+    find_modules, is_packed, module_metadata, origin, stored_config, stored_scheme, ModuleMetadata, Origin,
+    PackedModule, SourceRange,
+};
 use crate::pool::{self, Watch};
 use crate::report::{self, Report};
 use crate::run::{ModuleWeights, Settings, COPY_STEP};
@@ -200,6 +203,31 @@ impl<'a> Check<'a> {
         }
     }
 
+    /// The dtypes that the files' metadata gives the modules, compared with the source's and the report's.
+    fn metadata(&self, source: impl Fn(&str) -> Option<Float>, outcome: &mut Outcome) -> BTreeMap<String, Float> {
+        let ModuleMetadata { dtypes, faults } = module_metadata(self.checkpoint, self.scheme.scheme.as_ref());
+        for (module, what) in faults {
+            outcome.find(module, what);
+        }
+        let reported = self.report.iter().flat_map(|report| &report.per_tensor);
+        let reported: BTreeMap<&str, Float> = reported
+            .filter_map(|tensor| Some((module_of(&tensor.name), Float::from_torch_name(&tensor.dtype)?)))
+            .collect();
+        for (module, said) in &dtypes {
+            let others = [
+                ("the report", reported.get(module.as_str()).copied()),
+                ("the source", source(module)),
+            ];
+            for (who, dtype) in others {
+                if let Some(dtype) = dtype.filter(|dtype| dtype != said) {
+                    let (said, dtype) = (said.torch_name(), dtype.torch_name());
+                    outcome.find(module, format!("its file's metadata says dtype {said}, {who} {dtype}"));
+                }
+            }
+        }
+        dtypes
+    }
+
     /// Sorts tensors into modules and dense ones, each complete, and finds where they come from.
     fn structure(&mut self, outcome: &mut Outcome) -> Result<()> {
         outcome.tensors = self.checkpoint.tensors.len();
@@ -214,8 +242,10 @@ impl<'a> Check<'a> {
                 .flatten()
                 .map(|found| found.1)
         };
+        let metadata = self.metadata(&dtype_of, outcome);
         let modules = find_modules(self.checkpoint, &self.scheme, reported, |name| {
-            dtype_of(name).unwrap_or(Float::Bf16)
+            let said = metadata.get(name).copied();
+            dtype_of(name).or(said).unwrap_or(Float::Bf16)
         });
         for (name, module) in modules {
             let weight = format!("{name}.weight");
@@ -428,7 +458,8 @@ impl<'a> Check<'a> {
             if tiles.len() > 1 {
                 tasks.extend(stack.module.tensors.iter().map(|tensor| Task::Hash { tensor }));
             }
-            tasks.extend(tiles.into_iter().map(|tile| Task::Measure { at, tile }));
+            let whole = tiles.len() == 1;
+            tasks.extend(tiles.into_iter().map(|tile| Task::Measure { at, tile, whole }));
         }
         tasks.extend(
             self.dense
@@ -446,7 +477,7 @@ impl<'a> Check<'a> {
             chunks: [vec![0; COPY_STEP], vec![0; COPY_STEP]],
         };
         pool::run(settings.threads, &tasks, watch, worker, |worker, task| match task {
-            Task::Measure { at, tile } => self.measure(worker, *at, tile, settings, watch, &found),
+            Task::Measure { at, tile, whole } => self.measure(worker, *at, (tile, *whole), settings, watch, &found),
             Task::Hash { tensor } => self.compare(worker, tensor, None, watch, &found),
             Task::Compare { tensor, range } => self.compare(worker, tensor, *range, watch, &found),
         })?;
@@ -467,7 +498,7 @@ impl<'a> Check<'a> {
         &self,
         worker: &mut Worker,
         at: usize,
-        tile: &Tile,
+        (tile, whole): (&Tile, bool),
         settings: &Settings,
         watch: &dyn Watch,
         found: &Found,
@@ -492,7 +523,7 @@ impl<'a> Check<'a> {
             let bytes = &worker.buffers.outputs[piece.output].bytes()[piece.from..piece.from + piece.bytes()];
             let tensor = stack.module.tensors[piece.output];
             // A tensor in several pieces is hashed by a task of its own.
-            if bytes.len() as u64 == tensor.len && tile.end - tile.begin == stack.module.shape.rows {
+            if bytes.len() as u64 == tensor.len && whole {
                 self.check_hash(tensor, XxHash3_128::oneshot(bytes), found);
             }
         }
@@ -626,6 +657,8 @@ enum Task<'a> {
     Measure {
         at: usize,
         tile: Tile,
+        /// Of the module.
+        whole: bool,
     },
     Hash {
         tensor: &'a SourceTensor,

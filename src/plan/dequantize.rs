@@ -29,8 +29,20 @@ pub fn plan_dequantize(source: &Checkpoint, dtype: Option<Float>, max_shard_size
     })?;
     let report = Report::read(&source.root.join(REPORT_FILE))?;
     let original = Original::new(source, report.as_ref());
+    let metadata = module_metadata(source, recognised.scheme.as_ref());
+    if let Some((tensor, what)) = metadata.faults.into_iter().next() {
+        let path = source.root.clone();
+        return Err(Error::BadPacked { path, tensor, what });
+    }
+    let dtype_of = |name: &str| {
+        metadata
+            .dtypes
+            .get(name)
+            .copied()
+            .unwrap_or_else(|| original.dtype(name))
+    };
     let mut modules = HashMap::new();
-    for (name, found) in find_modules(source, &recognised, std::iter::empty(), |name| original.dtype(name)) {
+    for (name, found) in find_modules(source, &recognised, std::iter::empty(), dtype_of) {
         let bad = |fault: crate::scheme::StoredFault| Error::BadPacked {
             path: source.root.clone(),
             tensor: format!("{name}.{}", fault.suffix),
