@@ -124,7 +124,9 @@ fn a_tied_head_can_be_all_that_is_quantized() {
     assert_eq!(sandbox.report()["per_tensor"][0]["name"], "lm_head");
     assert_eq!(sandbox.report()["tensors"], 1);
     sandbox.verify(&[]).expect(0);
-    sandbox.quantize(&["--quantize-lm-head", "--exclude", "lm_head", "--overwrite"]).says(&["warning", "lm_head"]);
+    sandbox
+        .quantize(&["--quantize-lm-head", "--exclude", "lm_head", "--overwrite"])
+        .says(&["warning", "lm_head"]);
 }
 
 #[test]
@@ -279,7 +281,9 @@ fn what_does_not_fit_stays_dense_with_its_reason() {
         .collect::<Vec<_>>();
     assert_eq!(reason.len(), 1);
     assert!(reason[0]["reason"].as_str().unwrap().contains("in_features 200"));
-    sandbox.run(&["--group", "64", "--dry-run"]).says(&["in_features 200"]);
+    sandbox
+        .run(&["--group", "64", "--dry-run", "--overwrite"])
+        .says(&["in_features 200"]);
 
     // k and v have 20 rows, which packed zero points cannot hold; q stays dense with them, and the bias whole.
     let odd = Spark {
@@ -425,7 +429,13 @@ fn dequantized_weights_are_those_that_are_stored() {
         sandbox.quantize(&[&["--group", "32"], asym].concat());
         let dense = sandbox.path("dense");
         let (from, to) = (sandbox.dst(), dense.as_os_str());
-        let args = ["--dequantize".as_ref(), "--src".as_ref(), from.as_os_str(), "--dst".as_ref(), to];
+        let args = [
+            "--dequantize".as_ref(),
+            "--src".as_ref(),
+            from.as_os_str(),
+            "--dst".as_ref(),
+            to,
+        ];
         run(args.iter().chain(&["--dtype".as_ref(), "f32".as_ref()])).expect(0);
         let mut decoded = read_tensors(&dense.join(WEIGHTS));
         let mut source = Spark::TINY.tensors();
@@ -439,12 +449,24 @@ fn dequantized_weights_are_those_that_are_stored() {
         let parts = ["q", "k", "v"].map(|part| format!("model.layers.0.self_attn.{part}_proj"));
         let rows = parts.iter().flat_map(|part| decode(&output, part, zero_less));
         assert!(*named(&mut decoded, name) == Tensor::floats(name, Dtype::F32, &[256, 128], rows));
-        for dense in ["model.norm.weight", "model.layers.0.self_attn.q_k_v_proj.bias", "model.embedding.weight"] {
+        for dense in [
+            "model.norm.weight",
+            "model.layers.0.self_attn.q_k_v_proj.bias",
+            "model.embedding.weight",
+        ] {
             assert_eq!(named(&mut decoded, dense), named(&mut source, dense));
         }
-        assert!(read_json(&dense.join("config.json")).get("quantization_config").is_none());
-        let twice = ["--dequantize".as_ref(), "--src".as_ref(), to, "--dst".as_ref(), sandbox.path("x").as_os_str()]
-            .map(std::ffi::OsStr::to_os_string);
+        assert!(read_json(&dense.join("config.json"))
+            .get("quantization_config")
+            .is_none());
+        let twice = [
+            "--dequantize".as_ref(),
+            "--src".as_ref(),
+            to,
+            "--dst".as_ref(),
+            sandbox.path("x").as_os_str(),
+        ]
+        .map(std::ffi::OsStr::to_os_string);
         run(twice).expect(2).says(&["not quantized"]);
     }
 }
