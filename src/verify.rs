@@ -8,12 +8,12 @@ use crate::plan::{
     PackedModule, SourceRange,
 };
 use crate::pool::{self, Watch};
-use crate::report::{self, Report};
+use crate::report::{self, Report, TensorReport};
 use crate::run::{ModuleWeights, Settings, COPY_STEP};
 use crate::scheme::{Measured, Recognised, Stored, StoredFault, Tile, TileBuffers, TileStats, Weights};
 use crate::tensor::{ErrorSums, Float};
 use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::{json, Map, Value};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 use std::sync::Mutex;
@@ -395,10 +395,6 @@ impl<'a> Check<'a> {
                 outcome.find(&tensor.name, "is here and not in the report");
             }
         }
-        if report.group != self.scheme.group {
-            let what = format!("group is {}, config.json says {}", report.group, self.scheme.group);
-            outcome.find(REPORT_FILE, what);
-        }
         let stored: BTreeMap<&str, &Stack> = self
             .stacks
             .iter()
@@ -425,26 +421,38 @@ impl<'a> Check<'a> {
                 outcome.find(&stack.module.name, "is quantized here and not in the report");
             }
         }
+        self.report_totals(report, stored.contains_key("lm_head"), outcome);
+    }
+
+    /// What the report says of the whole, against its own tensors and what config.json names.
+    fn report_totals(&self, report: &Report, has_head: bool, outcome: &mut Outcome) {
         let (mean, min) = report::summarise(report.per_tensor.iter().map(|tensor| tensor.snr_db));
+        let sum = |count: fn(&TensorReport) -> u64| report.per_tensor.iter().map(count).sum::<u64>();
+        let scheme = self.scheme.scheme.as_ref();
         let totals = [
-            ("snr_db_mean", report.snr_db_mean, mean),
-            ("snr_db_min", report.snr_db_min, min),
+            ("group", json!(report.group), json!(self.scheme.group)),
+            ("qtype", json!(report.qtype), json!(scheme.qtype().to_string())),
+            ("layout", json!(report.layout), json!(scheme.layout())),
+            ("symmetric", json!(report.symmetric), json!(scheme.symmetric())),
+            ("tensors", json!(report.tensors), json!(report.per_tensor.len())),
+            ("snr_db_mean", json!(report.snr_db_mean), json!(mean)),
+            ("snr_db_min", json!(report.snr_db_min), json!(min)),
+            (
+                "zero_groups",
+                json!(report.zero_groups),
+                json!(sum(|tensor| tensor.zero_groups)),
+            ),
+            (
+                "underflowed_groups",
+                json!(report.underflowed_groups),
+                json!(sum(|tensor| tensor.underflowed_groups)),
+            ),
+            ("quantized_lm_head", json!(report.quantized_lm_head), json!(has_head)),
         ];
         for (key, said, is) in totals {
             if said != is {
-                outcome.find(
-                    REPORT_FILE,
-                    format!("{key} is {said:?}, its own per_tensor makes it {is:?}"),
-                );
+                outcome.find(REPORT_FILE, format!("{key} is {said}, and should be {is}"));
             }
-        }
-        if report.tensors != report.per_tensor.len() {
-            let what = format!(
-                "tensors is {}, per_tensor has {}",
-                report.tensors,
-                report.per_tensor.len()
-            );
-            outcome.find(REPORT_FILE, what);
         }
     }
 
