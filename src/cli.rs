@@ -3,7 +3,7 @@
 use crate::checkpoint::{check_destination, free_bytes, Checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::Level;
-use crate::plan::{plan, plan_dequantize, Plan, Request, Work};
+use crate::plan::{plan, plan_dequantize, Adapter, Plan, Request, Work};
 use crate::progress::{listen_for_signals, Progress};
 use crate::report::{DenseSummary, Report};
 use crate::run::{dequantize, quantize, Settings};
@@ -64,6 +64,10 @@ pub struct Args {
     #[arg(long, value_name = "GLOB")]
     exclude: Vec<String>,
 
+    /// uintN: quantize only the modules that this accuracy-recovery adapter names
+    #[arg(long, value_name = "ADAPTER")]
+    ara: Option<PathBuf>,
+
     /// Largest output file
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
     max_shard_size: u64,
@@ -82,12 +86,12 @@ pub struct Args {
 
     /// Check the checkpoint at --dst; with --src also against the weights it was made from. Never writes
     #[arg(long, conflicts_with_all = ["dry_run", "overwrite", "asym", "quantize_lm_head", "quantize_embedding",
-        "group", "layout", "include", "exclude"])]
+        "group", "layout", "include", "exclude", "ara"])]
     verify: bool,
 
     /// Decode the packed checkpoint at --src into a dense one at --dst
     #[arg(long, conflicts_with_all = ["verify", "asym", "quantize_lm_head", "quantize_embedding", "group", "layout",
-        "include", "exclude"])]
+        "include", "exclude", "ara"])]
     dequantize: bool,
 
     /// With --dequantize: dtype of the decoded weights, bf16, f16 or f32 [default: what they were]
@@ -130,7 +134,18 @@ enum FusedQkv {
 fn parse_qtype(text: &str) -> Result<QType, String> {
     match text {
         "int4" => Ok(QType::Int4),
-        _ => Err("known types: int4".to_string()),
+        "uint2" => Ok(QType::Uint(2)),
+        "uint3" => Ok(QType::Uint(3)),
+        "uint4" => Ok(QType::Uint(4)),
+        "uint5" => Ok(QType::Uint(5)),
+        "uint6" => Ok(QType::Uint(6)),
+        "uint7" => Ok(QType::Uint(7)),
+        "uint8" => {
+            let why =
+                "torchao 0.10.0 never quantized uint8, it left these layers dense, and so there is nothing to match";
+            Err(why.to_string())
+        }
+        _ => Err("known types: int4, uint2, uint3, uint4, uint5, uint6, uint7".to_string()),
     }
 }
 
@@ -199,7 +214,7 @@ pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
     let source = Checkpoint::open(src)?;
     let plan = match args.dequantize {
         true => plan_dequantize(&source, args.dtype, args.max_shard_size)?,
-        false => plan(&args.request(), &source)?,
+        false => plan(&args.request()?, &source)?,
     };
     plan.warnings.iter().for_each(|warning| warn(warning));
     if args.dry_run {
@@ -268,8 +283,8 @@ fn warn(text: &str) {
 }
 
 impl Args {
-    fn request(&self) -> Request {
-        Request {
+    fn request(&self) -> Result<Request> {
+        Ok(Request {
             qtype: self.qtype,
             layout: self.layout,
             group: self.group,
@@ -279,8 +294,9 @@ impl Args {
             keep_fused: self.fused_qkv == FusedQkv::Keep,
             include: self.include.clone(),
             exclude: self.exclude.clone(),
+            adapter: self.ara.as_deref().map(Adapter::open).transpose()?,
             max_shard_size: self.max_shard_size,
-        }
+        })
     }
 
     fn settings(&self) -> Result<Settings> {

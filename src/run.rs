@@ -46,7 +46,8 @@ impl Settings {
     }
 }
 
-/// Dense bytes copied as one task.
+/// Dense bytes copied as one task, at least. A tensor that is one task is hashed on its way; a larger one is read back,
+/// which costs less than leaving most threads idle while one copies.
 const COPY_TASK: u64 = 64 << 20;
 
 /// Dense bytes read, hashed and written at a time: they stay in a core's second-level cache.
@@ -241,6 +242,7 @@ fn execute<R: Serialize>(
 
 fn tasks<'a>(plan: &'a Plan, modules: &'a [ModuleState], settings: &Settings) -> Vec<Task<'a>> {
     let budget = settings.tile_budget();
+    let copy_task = COPY_TASK.max(plan.source_bytes / (2 * settings.threads as u64));
     let mut tasks = Vec::new();
     for (item, state) in plan.items.iter().zip(modules) {
         match &item.work {
@@ -256,7 +258,7 @@ fn tasks<'a>(plan: &'a Plan, modules: &'a [ModuleState], settings: &Settings) ->
             Work::Copy(dense) => {
                 let mut base = 0;
                 for part in &dense.parts {
-                    tasks.extend(copy_steps(part).map(|source| {
+                    tasks.extend(copy_steps(part, copy_task).map(|source| {
                         let base = base + source.offset - part.offset;
                         Task::Copy { item, source, base }
                     }));
@@ -287,14 +289,14 @@ fn tasks<'a>(plan: &'a Plan, modules: &'a [ModuleState], settings: &Settings) ->
     tasks
 }
 
-/// A range in steps of at most [`COPY_TASK`] bytes; an empty one is one step.
-fn copy_steps(range: &SourceRange) -> impl Iterator<Item = SourceRange> + '_ {
-    (0..range.len.div_ceil(COPY_TASK).max(1)).map(|at| {
-        let begin = at * COPY_TASK;
+/// A range in steps of at most `most` bytes; an empty one is one step.
+fn copy_steps(range: &SourceRange, most: u64) -> impl Iterator<Item = SourceRange> + '_ {
+    (0..range.len.div_ceil(most).max(1)).map(move |at| {
+        let begin = at * most;
         SourceRange {
             file: range.file,
             offset: range.offset + begin,
-            len: COPY_TASK.min(range.len - begin),
+            len: most.min(range.len - begin),
         }
     })
 }

@@ -3,14 +3,17 @@
 
 use crate::checkpoint::{Checkpoint, Reader, SourceTensor, REPORT_FILE};
 use crate::error::{Error, Result};
-use crate::plan::{find_modules, is_packed, origin, stored_config, stored_scheme, Origin, PackedModule, SourceRange};
+use crate::plan::{
+    find_modules, is_packed, module_metadata, origin, stored_config, stored_scheme, ModuleMetadata, Origin,
+    PackedModule, SourceRange,
+};
 use crate::pool::{self, Watch};
-use crate::report::{self, Report};
+use crate::report::{self, Report, TensorReport};
 use crate::run::{ModuleWeights, Settings, COPY_STEP};
-use crate::scheme::{Recognised, Stored, StoredFault, Tile, TileBuffers, TileStats, Weights};
+use crate::scheme::{Measured, Recognised, Stored, StoredFault, Tile, TileBuffers, TileStats, Weights};
 use crate::tensor::{ErrorSums, Float};
 use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::{json, Map, Value};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 use std::sync::Mutex;
@@ -200,6 +203,31 @@ impl<'a> Check<'a> {
         }
     }
 
+    /// The dtypes that the files' metadata gives the modules, compared with the source's and the report's.
+    fn metadata(&self, source: impl Fn(&str) -> Option<Float>, outcome: &mut Outcome) -> BTreeMap<String, Float> {
+        let ModuleMetadata { dtypes, faults } = module_metadata(self.checkpoint, self.scheme.scheme.as_ref());
+        for (module, what) in faults {
+            outcome.find(module, what);
+        }
+        let reported = self.report.iter().flat_map(|report| &report.per_tensor);
+        let reported: BTreeMap<&str, Float> = reported
+            .filter_map(|tensor| Some((module_of(&tensor.name), Float::from_torch_name(&tensor.dtype)?)))
+            .collect();
+        for (module, said) in &dtypes {
+            let others = [
+                ("the report", reported.get(module.as_str()).copied()),
+                ("the source", source(module)),
+            ];
+            for (who, dtype) in others {
+                if let Some(dtype) = dtype.filter(|dtype| dtype != said) {
+                    let (said, dtype) = (said.torch_name(), dtype.torch_name());
+                    outcome.find(module, format!("its file's metadata says dtype {said}, {who} {dtype}"));
+                }
+            }
+        }
+        dtypes
+    }
+
     /// Sorts tensors into modules and dense ones, each complete, and finds where they come from.
     fn structure(&mut self, outcome: &mut Outcome) -> Result<()> {
         outcome.tensors = self.checkpoint.tensors.len();
@@ -214,8 +242,10 @@ impl<'a> Check<'a> {
                 .flatten()
                 .map(|found| found.1)
         };
+        let metadata = self.metadata(&dtype_of, outcome);
         let modules = find_modules(self.checkpoint, &self.scheme, reported, |name| {
-            dtype_of(name).unwrap_or(Float::Bf16)
+            let said = metadata.get(name).copied();
+            dtype_of(name).or(said).unwrap_or(Float::Bf16)
         });
         for (name, module) in modules {
             let weight = format!("{name}.weight");
@@ -365,10 +395,6 @@ impl<'a> Check<'a> {
                 outcome.find(&tensor.name, "is here and not in the report");
             }
         }
-        if report.group != self.scheme.group {
-            let what = format!("group is {}, config.json says {}", report.group, self.scheme.group);
-            outcome.find(REPORT_FILE, what);
-        }
         let stored: BTreeMap<&str, &Stack> = self
             .stacks
             .iter()
@@ -395,26 +421,38 @@ impl<'a> Check<'a> {
                 outcome.find(&stack.module.name, "is quantized here and not in the report");
             }
         }
+        self.report_totals(report, stored.contains_key("lm_head"), outcome);
+    }
+
+    /// What the report says of the whole, against its own tensors and what config.json names.
+    fn report_totals(&self, report: &Report, has_head: bool, outcome: &mut Outcome) {
         let (mean, min) = report::summarise(report.per_tensor.iter().map(|tensor| tensor.snr_db));
+        let sum = |count: fn(&TensorReport) -> u64| report.per_tensor.iter().map(count).sum::<u64>();
+        let scheme = self.scheme.scheme.as_ref();
         let totals = [
-            ("snr_db_mean", report.snr_db_mean, mean),
-            ("snr_db_min", report.snr_db_min, min),
+            ("group", json!(report.group), json!(self.scheme.group)),
+            ("qtype", json!(report.qtype), json!(scheme.qtype().to_string())),
+            ("layout", json!(report.layout), json!(scheme.layout())),
+            ("symmetric", json!(report.symmetric), json!(scheme.symmetric())),
+            ("tensors", json!(report.tensors), json!(report.per_tensor.len())),
+            ("snr_db_mean", json!(report.snr_db_mean), json!(mean)),
+            ("snr_db_min", json!(report.snr_db_min), json!(min)),
+            (
+                "zero_groups",
+                json!(report.zero_groups),
+                json!(sum(|tensor| tensor.zero_groups)),
+            ),
+            (
+                "underflowed_groups",
+                json!(report.underflowed_groups),
+                json!(sum(|tensor| tensor.underflowed_groups)),
+            ),
+            ("quantized_lm_head", json!(report.quantized_lm_head), json!(has_head)),
         ];
         for (key, said, is) in totals {
             if said != is {
-                outcome.find(
-                    REPORT_FILE,
-                    format!("{key} is {said:?}, its own per_tensor makes it {is:?}"),
-                );
+                outcome.find(REPORT_FILE, format!("{key} is {said}, and should be {is}"));
             }
-        }
-        if report.tensors != report.per_tensor.len() {
-            let what = format!(
-                "tensors is {}, per_tensor has {}",
-                report.tensors,
-                report.per_tensor.len()
-            );
-            outcome.find(REPORT_FILE, what);
         }
     }
 
@@ -428,7 +466,8 @@ impl<'a> Check<'a> {
             if tiles.len() > 1 {
                 tasks.extend(stack.module.tensors.iter().map(|tensor| Task::Hash { tensor }));
             }
-            tasks.extend(tiles.into_iter().map(|tile| Task::Measure { at, tile }));
+            let whole = tiles.len() == 1;
+            tasks.extend(tiles.into_iter().map(|tile| Task::Measure { at, tile, whole }));
         }
         tasks.extend(
             self.dense
@@ -446,7 +485,7 @@ impl<'a> Check<'a> {
             chunks: [vec![0; COPY_STEP], vec![0; COPY_STEP]],
         };
         pool::run(settings.threads, &tasks, watch, worker, |worker, task| match task {
-            Task::Measure { at, tile } => self.measure(worker, *at, tile, settings, watch, &found),
+            Task::Measure { at, tile, whole } => self.measure(worker, *at, (tile, *whole), settings, watch, &found),
             Task::Hash { tensor } => self.compare(worker, tensor, None, watch, &found),
             Task::Compare { tensor, range } => self.compare(worker, tensor, *range, watch, &found),
         })?;
@@ -467,7 +506,7 @@ impl<'a> Check<'a> {
         &self,
         worker: &mut Worker,
         at: usize,
-        tile: &Tile,
+        (tile, whole): (&Tile, bool),
         settings: &Settings,
         watch: &dyn Watch,
         found: &Found,
@@ -482,17 +521,9 @@ impl<'a> Check<'a> {
             _ => None,
         };
         let weights = weights.as_mut().map(|weights| weights as &mut dyn Weights);
-        let mut faults = Vec::new();
         let (scheme, buffers) = (self.scheme.scheme.as_ref(), &mut worker.buffers);
-        let stats = scheme.measure(
-            settings.level,
-            &stack.module.shape,
-            tile,
-            &mut stored,
-            weights,
-            buffers,
-            &mut faults,
-        )?;
+        let shape = &stack.module.shape;
+        let Measured { stats, faults } = scheme.measure(settings.level, shape, tile, &mut stored, weights, buffers)?;
         for StoredFault { suffix, what } in faults {
             found.find(format!("{}.{suffix}", stack.module.name), what);
         }
@@ -500,7 +531,7 @@ impl<'a> Check<'a> {
             let bytes = &worker.buffers.outputs[piece.output].bytes()[piece.from..piece.from + piece.bytes()];
             let tensor = stack.module.tensors[piece.output];
             // A tensor in several pieces is hashed by a task of its own.
-            if bytes.len() as u64 == tensor.len && tile.end - tile.begin == stack.module.shape.rows {
+            if bytes.len() as u64 == tensor.len && whole {
                 self.check_hash(tensor, XxHash3_128::oneshot(bytes), found);
             }
         }
@@ -634,6 +665,8 @@ enum Task<'a> {
     Measure {
         at: usize,
         tile: Tile,
+        /// Of the module.
+        whole: bool,
     },
     Hash {
         tensor: &'a SourceTensor,

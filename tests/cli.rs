@@ -118,6 +118,18 @@ fn a_tied_head_becomes_a_copy_and_the_table_stays() {
 }
 
 #[test]
+fn a_tied_head_can_be_all_that_is_quantized() {
+    let sandbox = Sandbox::tiny();
+    sandbox.quantize(&["--quantize-lm-head", "--include", "lm_head"]);
+    assert_eq!(sandbox.report()["per_tensor"][0]["name"], "lm_head");
+    assert_eq!(sandbox.report()["tensors"], 1);
+    sandbox.verify(&[]).expect(0);
+    sandbox
+        .quantize(&["--quantize-lm-head", "--exclude", "lm_head", "--overwrite"])
+        .says(&["warning", "lm_head"]);
+}
+
+#[test]
 fn a_head_of_its_own_is_quantized_in_place() {
     let head = Tensor::random("lm_head.weight", Dtype::F16, &[256, 128]);
     let sandbox = Sandbox::with(|src| Spark::TINY.write_with(src, |tensors| tensors.push(head.clone())));
@@ -269,7 +281,9 @@ fn what_does_not_fit_stays_dense_with_its_reason() {
         .collect::<Vec<_>>();
     assert_eq!(reason.len(), 1);
     assert!(reason[0]["reason"].as_str().unwrap().contains("in_features 200"));
-    sandbox.run(&["--group", "64", "--dry-run"]).says(&["in_features 200"]);
+    sandbox
+        .run(&["--group", "64", "--dry-run", "--overwrite"])
+        .says(&["in_features 200"]);
 
     // k and v have 20 rows, which packed zero points cannot hold; q stays dense with them, and the bias whole.
     let odd = Spark {
@@ -385,6 +399,75 @@ fn modes_follow_the_umask() {
             let expected = if path.is_dir() { folder } else { file };
             assert_eq!(mode(&path), expected, "{umask}: {}", path.display());
         }
+    }
+}
+
+// --- and back
+
+/// Decodes by the layout's definition, one weight at a time.
+fn decode(output: &std::collections::BTreeMap<String, Tensor>, module: &str, zero_less: u32) -> Vec<f32> {
+    let tensor = |suffix: &str| &output[&format!("{module}.{suffix}")];
+    let word = |tensor: &Tensor, at: usize| u32::from_le_bytes(tensor.bytes[4 * at..][..4].try_into().unwrap());
+    let (qweight, qzeros, scales) = (tensor("qweight"), tensor("qzeros"), tensor("scales"));
+    let (rows, columns) = (qweight.shape[1], qweight.shape[0] * 8);
+    let group = columns / scales.shape[0];
+    let weight = |at: usize| {
+        let (row, column) = (at / columns, at % columns);
+        let code = word(qweight, column / 8 * rows + row) >> (column % 8 * 4) & 15;
+        let zero = (word(qzeros, column / group * (rows / 8) + row / 8) >> (row % 8 * 4) & 15) + zero_less;
+        let at = 2 * (column / group * rows + row);
+        let scale = half::f16::from_le_bytes(scales.bytes[at..at + 2].try_into().unwrap());
+        (code as f32 - zero as f32) * scale.to_f32()
+    };
+    (0..rows * columns).map(weight).collect()
+}
+
+#[test]
+fn dequantized_weights_are_those_that_are_stored() {
+    for (asym, zero_less) in [(&[][..], 1), (&["--asym"][..], 0)] {
+        let sandbox = Sandbox::tiny();
+        sandbox.quantize(&[&["--group", "32"], asym].concat());
+        let dense = sandbox.path("dense");
+        let (from, to) = (sandbox.dst(), dense.as_os_str());
+        let args = [
+            "--dequantize".as_ref(),
+            "--src".as_ref(),
+            from.as_os_str(),
+            "--dst".as_ref(),
+            to,
+        ];
+        run(args.iter().chain(&["--dtype".as_ref(), "f32".as_ref()])).expect(0);
+        let mut decoded = read_tensors(&dense.join(WEIGHTS));
+        let mut source = Spark::TINY.tensors();
+        assert_eq!(decoded.len(), source.len());
+        let output = sandbox.output();
+        let expected = decode(&output, DOWN, zero_less);
+        let name = format!("{DOWN}.weight");
+        let expected = Tensor::floats(&name, Dtype::F32, &[128, 256], expected.into_iter());
+        assert!(*named(&mut decoded, &name) == expected);
+        let name = "model.layers.0.self_attn.q_k_v_proj.weight";
+        let parts = ["q", "k", "v"].map(|part| format!("model.layers.0.self_attn.{part}_proj"));
+        let rows = parts.iter().flat_map(|part| decode(&output, part, zero_less));
+        assert!(*named(&mut decoded, name) == Tensor::floats(name, Dtype::F32, &[256, 128], rows));
+        for dense in [
+            "model.norm.weight",
+            "model.layers.0.self_attn.q_k_v_proj.bias",
+            "model.embedding.weight",
+        ] {
+            assert_eq!(named(&mut decoded, dense), named(&mut source, dense));
+        }
+        assert!(read_json(&dense.join("config.json"))
+            .get("quantization_config")
+            .is_none());
+        let twice = [
+            "--dequantize".as_ref(),
+            "--src".as_ref(),
+            to,
+            "--dst".as_ref(),
+            sandbox.path("x").as_os_str(),
+        ]
+        .map(std::ffi::OsStr::to_os_string);
+        run(twice).expect(2).says(&["not quantized"]);
     }
 }
 

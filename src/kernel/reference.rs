@@ -20,7 +20,7 @@ pub fn weight(dtype: Float, src: &[u8], index: usize) -> f32 {
 }
 
 /// Stores `value` as weight `index` of `dst`, rounded half to even.
-fn set_weight(dtype: Float, dst: &mut [u8], index: usize, value: f32) {
+pub(super) fn set_weight(dtype: Float, dst: &mut [u8], index: usize, value: f32) {
     match dtype {
         Float::F32 => dst[4 * index..][..4].copy_from_slice(&value.to_le_bytes()),
         Float::F16 => dst[2 * index..][..2].copy_from_slice(&f16::from_f32(value).to_le_bytes()),

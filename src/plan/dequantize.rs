@@ -29,8 +29,20 @@ pub fn plan_dequantize(source: &Checkpoint, dtype: Option<Float>, max_shard_size
     })?;
     let report = Report::read(&source.root.join(REPORT_FILE))?;
     let original = Original::new(source, report.as_ref());
+    let metadata = module_metadata(source, recognised.scheme.as_ref());
+    if let Some((tensor, what)) = metadata.faults.into_iter().next() {
+        let path = source.root.clone();
+        return Err(Error::BadPacked { path, tensor, what });
+    }
+    let dtype_of = |name: &str| {
+        metadata
+            .dtypes
+            .get(name)
+            .copied()
+            .unwrap_or_else(|| original.dtype(name))
+    };
     let mut modules = HashMap::new();
-    for (name, found) in find_modules(source, &recognised, std::iter::empty(), |name| original.dtype(name)) {
+    for (name, found) in find_modules(source, &recognised, std::iter::empty(), dtype_of) {
         let bad = |fault: crate::scheme::StoredFault| Error::BadPacked {
             path: source.root.clone(),
             tensor: format!("{name}.{}", fault.suffix),
@@ -56,7 +68,9 @@ pub fn plan_dequantize(source: &Checkpoint, dtype: Option<Float>, max_shard_size
     let Build { items, mut tensors, .. } = build;
     check_names(&tensors, &items)?;
     let mut metadata = source.metadata.clone();
-    recognised.scheme.metadata_key().map(|key| metadata.remove(key));
+    if let Some(key) = recognised.scheme.metadata_key() {
+        metadata.remove(key);
+    }
     let placed = place(&source.stem, &items, &mut tensors, max_shard_size, |_| metadata.clone());
     let mut config = source.config.clone().unwrap_or_default();
     config.remove("quantization_config");

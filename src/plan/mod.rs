@@ -4,26 +4,34 @@
 //! | file | what it settles |
 //! |---|---|
 //! | `rules` | tables of module names: linears, fused sets, embeddings |
+//! | `rules_uintx` | the same for uintN |
 //! | `pattern` | `--include`, `--exclude` |
 //! | `quantize` | the plan of a quantizing run |
 //! | `dequantize` | the plan of a dequantizing run |
 //! | `stored` | the packed modules of a checkpoint |
+//! | `metadata` | what the files of a packed checkpoint say of their modules |
+//! | `adapter` | the modules that an adapter was trained on |
 //! | `origin` | where an output tensor's values come from |
 //! | `layout` | shards, offsets and headers of the output |
 //! | `readers` | what named readers cannot load |
 //! | `recognise` | the scheme that a checkpoint says it is in |
 
+mod adapter;
 mod dequantize;
 mod layout;
+mod metadata;
 mod origin;
 mod pattern;
 mod quantize;
 mod readers;
 mod recognise;
 mod rules;
+mod rules_uintx;
 mod stored;
 
+pub use adapter::Adapter;
 pub use dequantize::plan_dequantize;
+pub use metadata::{module_metadata, ModuleMetadata};
 pub use origin::{origin, Origin};
 pub use quantize::plan;
 pub use recognise::{is_packed, stored_config, stored_scheme};
@@ -48,6 +56,8 @@ pub struct Request {
     pub keep_fused: bool,
     pub include: Vec<String>,
     pub exclude: Vec<String>,
+    /// `--ara`: only the modules that it names are quantized.
+    pub adapter: Option<Adapter>,
     /// Bytes of one output file, header included.
     pub max_shard_size: u64,
 }
@@ -65,6 +75,7 @@ impl Request {
             keep_fused: false,
             include: Vec::new(),
             exclude: Vec::new(),
+            adapter: None,
             max_shard_size: 5_000_000_000,
         }
     }

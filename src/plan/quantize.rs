@@ -7,6 +7,7 @@ use super::pattern::Patterns;
 use super::readers;
 use super::recognise::is_packed;
 use super::rules::{fused, int4_verdict, is_always_dense, is_embedding, Fused, Verdict, HEAD};
+use super::rules_uintx::{uintx_refuses, Family};
 use super::*;
 use crate::checkpoint::{Checkpoint, SourceTensor};
 use crate::error::{Error, Result};
@@ -20,6 +21,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 /// A request that the source or the layout cannot fulfil; nothing has been written then.
 pub fn plan(request: &Request, source: &Checkpoint) -> Result<Plan> {
     refuse_quantized(source)?;
+    check_uintx(request)?;
     let group = request.group.unwrap_or(request.qtype.default_group());
     let scheme = select(&SchemeRequest {
         qtype: request.qtype,
@@ -29,6 +31,26 @@ pub fn plan(request: &Request, source: &Checkpoint) -> Result<Plan> {
     })?;
     let judged = Judge::new(request, source, scheme.as_ref(), group)?.judge()?;
     assemble(request, source, scheme, group, judged)
+}
+
+/// # Errors
+/// [`Error::BadRequest`] for options of int4 with uintN, and of uintN with int4.
+fn check_uintx(request: &Request) -> Result<()> {
+    let refuse = |option: &str, why: &str| Err(Error::BadRequest(format!("{option} with {}: {why}", request.qtype)));
+    match request.qtype {
+        QType::Uint(_) if request.quantize_lm_head => refuse(
+            "--quantize-lm-head",
+            "a head of its own is quantized as every other linear is",
+        ),
+        QType::Uint(_) if request.quantize_embedding => {
+            refuse("--quantize-embedding", "ai-toolkit quantizes linears alone")
+        }
+        QType::Int4 if request.adapter.is_some() => refuse(
+            "--ara",
+            "accuracy-recovery adapters are trained on uintN bases; add --qtype uint2 .. uint7",
+        ),
+        _ => Ok(()),
+    }
 }
 
 /// # Errors
@@ -84,11 +106,18 @@ struct Judge<'a> {
     group: usize,
     patterns: Patterns,
     layers: Option<usize>,
+    family: Option<&'static Family>,
+    /// Modules that the adapter names, where there is one.
+    named: Option<HashSet<&'a str>>,
 }
 
 impl<'a> Judge<'a> {
     fn new(request: &'a Request, source: &'a Checkpoint, scheme: &'a dyn Scheme, group: usize) -> Result<Self> {
         let patterns = Patterns::new(&request.include, &request.exclude)?;
+        let named = match &request.adapter {
+            Some(adapter) => Some(adapter.modules_of(source)?),
+            None => None,
+        };
         let layers = source
             .config
             .as_ref()
@@ -100,22 +129,31 @@ impl<'a> Judge<'a> {
             group,
             patterns,
             layers,
+            family: Family::of(source),
+            named,
         })
     }
 
     fn judge(&self) -> Result<Judged> {
+        let warning = match self.request.qtype {
+            QType::Uint(_) if self.group != QType::Uint(4).default_group() => Some(format!(
+                "group {}: ai-toolkit reads uintN in groups of 64 alone, as torchao made them by default",
+                self.group
+            )),
+            _ => None,
+        };
         let mut judged = Judged {
             candidates: Vec::new(),
             reasons: HashMap::new(),
             cuts: HashMap::new(),
             quantized_embedding: false,
-            warnings: Vec::new(),
+            warnings: warning.into_iter().collect(),
         };
         for (at, tensor) in self.source.tensors.iter().enumerate() {
             self.judge_tensor(at, tensor, &mut judged)?;
         }
-        self.patterns.check_used()?;
         self.judge_head(&mut judged)?;
+        self.patterns.check_used()?;
         if self.request.quantize_embedding && !judged.candidates.iter().any(|c| is_embedding(&c.module.name)) {
             return Err(Error::NoEmbedding);
         }
@@ -162,6 +200,19 @@ impl<'a> Judge<'a> {
             group: self.group,
             dtype,
         };
+        if let QType::Uint(_) = self.request.qtype {
+            let reason = match &self.named {
+                Some(named) if named.contains(name) => None,
+                Some(_) => Some("not named by the adapter".to_string()),
+                None => uintx_refuses(name, self.family),
+            };
+            if let Some(reason) = reason {
+                self.patterns.refuse(&[name]);
+                return dense(reason, judged);
+            }
+            self.propose(judged, at, name, &tensor.name, 0, shape, None, &[name]);
+            return Ok(());
+        }
         if name == HEAD || is_embedding(name) {
             let asked = if name == HEAD {
                 self.request.quantize_lm_head
@@ -327,7 +378,7 @@ impl<'a> Judge<'a> {
             .values()
             .for_each(|reason| *counts.entry(reason).or_default() += 1);
         let mut counts: Vec<_> = counts.into_iter().collect();
-        counts.sort_by(|a, b| b.1.cmp(&a.1));
+        counts.sort_by_key(|&(_, count)| std::cmp::Reverse(count));
         let why = counts
             .iter()
             .take(4)
@@ -425,7 +476,7 @@ fn assemble(
     let placed = place(&source.stem, &items, &mut tensors, request.max_shard_size, |members| {
         let mut metadata = source.metadata.clone();
         // What transformers and safetensors' own writer put there; some readers refuse a file without it.
-        if metadata.get("format").is_none() {
+        if scheme.writes_format() && metadata.get("format").is_none() {
             metadata.insert("format", "pt");
         }
         let held: Vec<(&str, Float)> = members

@@ -264,8 +264,8 @@ impl<L: Layout> Scheme for Int4<L> {
         stored: &mut dyn Stored,
         mut weights: Option<&mut dyn Weights>,
         out: &mut TileBuffers,
-        faults: &mut Vec<StoredFault>,
-    ) -> Result<TileStats, Error> {
+    ) -> Result<Measured, Error> {
+        let mut faults = Vec::new();
         self.load_pieces(shape, tile, stored, out)?;
         if tile.begin == 0 {
             faults.extend(self.0.check_constants(shape, &out.outputs));
@@ -317,7 +317,7 @@ impl<L: Layout> Scheme for Int4<L> {
                 fold_rows(sums, &mut stats.blocks);
             }
         }
-        Ok(stats)
+        Ok(Measured { stats, faults })
     }
 
     fn decode(

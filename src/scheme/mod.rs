@@ -10,6 +10,7 @@
 //! | `awq` | `qweight`, `qzeros`, `scales`, codes along N |
 //! | `compressed_tensors` | `weight_packed`, `weight_scale`, `weight_shape`, `weight_zero_point` |
 //! | `wide` | int4 whose scales another tool stored as BF16 |
+//! | `uintx` | `uintx_packed`, `uintx_scale`, `uintx_zero_point` |
 //! | `buffer` | cache-line aligned scratch memory |
 //! | `registry` | which scheme a request or a config names |
 
@@ -19,15 +20,18 @@ mod compressed_tensors;
 mod gptq;
 mod int4;
 mod registry;
+mod uintx;
 mod wide;
 
 pub use buffer::Buffer;
 pub use registry::{recognise, select, QType, Recognised, Request, ALL_LAYOUTS};
 
+use crate::checkpoint::Metadata;
 use crate::error::Error;
 use crate::kernel::Level;
 use crate::tensor::{Dtype, ErrorSums, Fault, Float, GroupCounts};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// The shape of one weight to quantize: `[rows, columns]` = `[out_features, in_features]`, row-major.
@@ -164,6 +168,13 @@ pub struct TileStats {
     pub counts: GroupCounts,
 }
 
+/// What one stored tile came to: as when it was encoded, and what is wrong with it.
+#[derive(Debug, Default)]
+pub struct Measured {
+    pub stats: TileStats,
+    pub faults: Vec<StoredFault>,
+}
+
 /// Why a tile could not be done. `Fault` counts elements from the module's first weight.
 #[derive(Debug)]
 pub enum TileError {
@@ -276,8 +287,7 @@ pub trait Scheme: Send + Sync {
         stored: &mut dyn Stored,
         weights: Option<&mut dyn Weights>,
         out: &mut TileBuffers,
-        faults: &mut Vec<StoredFault>,
-    ) -> Result<TileStats, Error>;
+    ) -> Result<Measured, Error>;
 
     /// Decodes a tile to `dtype`; the bytes are left in `out.outputs[0]`, their places (in the dense weight) in `out.pieces`.
     fn decode(
@@ -301,6 +311,17 @@ pub trait Scheme: Send + Sync {
     /// Entries for the `__metadata__` of a file that holds `modules`.
     fn file_metadata(&self, _modules: &[(&str, Float)]) -> Option<(String, String)> {
         None
+    }
+
+    /// What a file's `__metadata__` says of its modules: the dtype of the dense weight, or a contradiction. Empty where
+    /// the layout keeps nothing there.
+    fn stored_dtypes(&self, _metadata: &Metadata) -> BTreeMap<String, Result<Float, String>> {
+        BTreeMap::new()
+    }
+
+    /// Whether a file whose source has no `format` in its `__metadata__` gets the one that transformers expects.
+    fn writes_format(&self) -> bool {
+        true
     }
 
     /// The dense shape behind stored tensors, given each output's dtype and shape (`None` where it is missing), for

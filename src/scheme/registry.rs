@@ -1,6 +1,6 @@
 //! Which scheme a request or a config names. A new scheme is one file beside this one and a row here.
 
-use super::{awq, compressed_tensors, gptq, Scheme, WHOLE_ROW};
+use super::{awq, compressed_tensors, gptq, uintx, Scheme, WHOLE_ROW};
 use crate::error::{Error, Result};
 use crate::tensor::{Dtype, Float};
 use serde_json::{Map, Value};
@@ -85,9 +85,15 @@ const ROWS: &[Row] = &[
         method: "compressed-tensors",
         recognise: compressed_tensors::recognise,
     },
+    Row {
+        name: uintx::NAME,
+        select: uintx::select,
+        method: uintx::NAME,
+        recognise: uintx::recognise,
+    },
 ];
 
-/// Names for `--layout`.
+/// Names for `--layout`: int4's.
 pub const ALL_LAYOUTS: &[&str] = &["gptq", "awq", "compressed-tensors"];
 
 /// The scheme that a request names.
@@ -95,7 +101,10 @@ pub const ALL_LAYOUTS: &[&str] = &["gptq", "awq", "compressed-tensors"];
 /// # Errors
 /// [`Error::BadGroup`] or [`Error::BadRequest`] where the settings do not go together.
 pub fn select(request: &Request) -> Result<Box<dyn Scheme>> {
-    let name = request.layout.unwrap_or("gptq");
+    let name = match request.qtype {
+        QType::Int4 => request.layout.unwrap_or("gptq"),
+        QType::Uint(_) => uintx::NAME,
+    };
     let row = ROWS.iter().find(|row| row.name == name);
     row.map_or_else(
         || Err(Error::BadRequest(format!("--layout {name} is not known"))),

@@ -183,6 +183,35 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    fn pair_bytes(self, even: I, odd: I) -> [u8; 32] {
+        let mut bytes = [0; 32];
+        // SAFETY: `self` exists only where the CPU has the instructions; 32 bytes are stored to an array of 32.
+        unsafe {
+            let low = _mm256_or_si256(even[0], _mm256_slli_epi32::<8>(odd[0]));
+            let high = _mm256_or_si256(even[1], _mm256_slli_epi32::<8>(odd[1]));
+            // Packing works within 128 bits and leaves quarters in the order 0, 2, 1, 3.
+            let pairs = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high));
+            _mm256_storeu_si256(bytes.as_mut_ptr().cast(), pairs);
+        }
+        bytes
+    }
+
+    #[inline(always)]
+    fn unpair_bytes(self, bytes: &[u8; 32]) -> (I, I) {
+        // SAFETY: `self` exists only where the CPU has the instructions; 32 bytes are read from an array of 32.
+        unsafe {
+            let pairs = _mm256_loadu_si256(bytes.as_ptr().cast());
+            let low = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(pairs));
+            let high = _mm256_cvtepu16_epi32(_mm256_extracti128_si256::<1>(pairs));
+            let byte = _mm256_set1_epi32(0xff);
+            (
+                [_mm256_and_si256(low, byte), _mm256_and_si256(high, byte)],
+                [_mm256_srli_epi32::<8>(low), _mm256_srli_epi32::<8>(high)],
+            )
+        }
+    }
+
+    #[inline(always)]
     fn deinterleave(self, a: F, b: F) -> (F, F) {
         // SAFETY: `self` exists only where the CPU has the instructions.
         unsafe {

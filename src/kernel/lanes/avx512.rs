@@ -108,6 +108,29 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    fn pair_bytes(self, even: __m512i, odd: __m512i) -> [u8; 32] {
+        let mut bytes = [0; 32];
+        // SAFETY: `self` exists only where the CPU has the instructions; 32 bytes are stored to an array of 32.
+        unsafe {
+            let pairs = _mm512_or_si512(even, _mm512_slli_epi32::<8>(odd));
+            _mm256_storeu_si256(bytes.as_mut_ptr().cast(), _mm512_cvtepi32_epi16(pairs));
+        }
+        bytes
+    }
+
+    #[inline(always)]
+    fn unpair_bytes(self, bytes: &[u8; 32]) -> (__m512i, __m512i) {
+        // SAFETY: `self` exists only where the CPU has the instructions; 32 bytes are read from an array of 32.
+        unsafe {
+            let pairs = _mm512_cvtepu16_epi32(_mm256_loadu_si256(bytes.as_ptr().cast()));
+            (
+                _mm512_and_si512(pairs, _mm512_set1_epi32(0xff)),
+                _mm512_srli_epi32::<8>(pairs),
+            )
+        }
+    }
+
+    #[inline(always)]
     fn deinterleave(self, a: __m512, b: __m512) -> (__m512, __m512) {
         let (even, odd) = (self.load(&EVEN), self.load(&ODD));
         // SAFETY: `self` exists only where the CPU has the instructions.

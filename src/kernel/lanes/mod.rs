@@ -107,6 +107,10 @@ pub trait Lanes: Copy {
     fn low_bytes(self, x: Self::I) -> [u8; 16];
     /// A byte in each lane.
     fn from_bytes(self, bytes: &[u8; 16]) -> Self::I;
+    /// `even 0, odd 0, even 1, ..`: 32 bytes from lanes that are below 256.
+    fn pair_bytes(self, even: Self::I, odd: Self::I) -> [u8; 32];
+    /// The inverse of [`Lanes::pair_bytes`].
+    fn unpair_bytes(self, bytes: &[u8; 32]) -> (Self::I, Self::I);
 
     /// `(even, odd)` of the 32 lanes `a, b`.
     fn deinterleave(self, a: Self::F, b: Self::F) -> (Self::F, Self::F);

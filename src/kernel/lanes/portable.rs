@@ -215,6 +215,23 @@ impl Lanes for Portable {
     }
 
     #[inline(always)]
+    fn pair_bytes(self, even: Self::I, odd: Self::I) -> [u8; 32] {
+        let mut bytes = [0; 32];
+        for i in 0..16 {
+            (bytes[2 * i], bytes[2 * i + 1]) = (even[i] as u8, odd[i] as u8);
+        }
+        bytes
+    }
+
+    #[inline(always)]
+    fn unpair_bytes(self, bytes: &[u8; 32]) -> (Self::I, Self::I) {
+        (
+            lanes!(i => u32::from(bytes[2 * i])),
+            lanes!(i => u32::from(bytes[2 * i + 1])),
+        )
+    }
+
+    #[inline(always)]
     fn deinterleave(self, a: Self::F, b: Self::F) -> (Self::F, Self::F) {
         let (mut even, mut odd) = (a, b);
         for i in 0..8 {

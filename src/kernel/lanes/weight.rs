@@ -15,6 +15,8 @@ pub trait Weight: Copy {
     fn load<L: Lanes>(l: L, chunk: &[u8]) -> (L::F, L::F);
     /// The inverse of [`Weight::load`], rounded half to even.
     fn store<L: Lanes>(l: L, even: L::F, odd: L::F, chunk: &mut [u8]);
+    /// `(even, odd)`, none of them NaN, rounded half to even to the dtype and widened again.
+    fn round<L: Lanes>(l: L, pair: (L::F, L::F)) -> (L::F, L::F);
 
     /// `acc` raised to the bit patterns of a chunk's magnitudes. Starts from zeros, ends in [`Weight::largest`].
     fn raise_abs<L: Lanes>(l: L, acc: L::I, chunk: &[u8]) -> L::I;
@@ -60,6 +62,11 @@ impl Weight for F32 {
         let (a, b) = l.interleave(even, odd);
         l.store_bytes(l.bits(a), line_mut(chunk));
         l.store_bytes(l.bits(b), line_mut(&mut chunk[64..]));
+    }
+
+    #[inline(always)]
+    fn round<L: Lanes>(_: L, pair: (L::F, L::F)) -> (L::F, L::F) {
+        pair
     }
 
     #[inline(always)]
@@ -126,6 +133,11 @@ impl Weight for F16 {
         l.store_bytes(l.narrow_f16(even, odd), line_mut(chunk));
     }
 
+    #[inline(always)]
+    fn round<L: Lanes>(l: L, (even, odd): (L::F, L::F)) -> (L::F, L::F) {
+        l.widen_f16(l.narrow_f16(even, odd))
+    }
+
     range_of_16_bits!();
 
     #[inline(always)]
@@ -152,12 +164,26 @@ impl Weight for Bf16 {
         l.store_bytes(bits, line_mut(chunk));
     }
 
+    #[inline(always)]
+    fn round<L: Lanes>(l: L, (even, odd): (L::F, L::F)) -> (L::F, L::F) {
+        (upper_half(l, even), upper_half(l, odd))
+    }
+
     range_of_16_bits!();
 
     #[inline(always)]
     fn largest<L: Lanes>(l: L, columns: [L::I; 16]) -> L::I {
         l.shl::<16>(largest_halves(l, columns))
     }
+}
+
+/// `x`, which is not NaN, rounded half to even to bf16. Subnormals are rounded as every other number is.
+#[inline(always)]
+fn upper_half<L: Lanes>(l: L, x: L::F) -> L::F {
+    let bits = l.bits(x);
+    let odd = l.and(l.shr::<16>(bits), l.splat_i(1));
+    let rounded = l.add_i(bits, l.add_i(odd, l.splat_i(0x7fff)));
+    l.from_bits(l.and(rounded, l.splat_i(0xffff_0000)))
 }
 
 /// Bits of `x` whose upper half is `x` rounded half to even to bf16; the lower half is of no use. NaN keeps its sign
