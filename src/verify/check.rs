@@ -87,7 +87,7 @@ impl<'a> Check<'a> {
                 .flatten()
                 .map(|found| found.1)
         };
-        let metadata = self.metadata(&dtype_of, outcome);
+        let metadata = self.metadata(dtype_of, outcome);
         let modules = find_modules(self.checkpoint, &self.scheme, reported, |name| {
             let said = metadata.get(name).copied();
             dtype_of(name).or(said).unwrap_or(Float::Bf16)
