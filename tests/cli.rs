@@ -281,7 +281,9 @@ fn what_does_not_fit_stays_dense_with_its_reason() {
         .collect::<Vec<_>>();
     assert_eq!(reason.len(), 1);
     assert!(reason[0]["reason"].as_str().unwrap().contains("in_features 200"));
-    sandbox.run(&["--group", "64", "--dry-run"]).says(&["in_features 200"]);
+    sandbox
+        .run(&["--group", "64", "--dry-run", "--overwrite"])
+        .says(&["in_features 200"]);
 
     // k and v have 20 rows, which packed zero points cannot hold; q stays dense with them, and the bias whole.
     let odd = Spark {

@@ -309,6 +309,10 @@ fn report_that_says_something_else() {
             ("tensors", json!(3)),
             ("group", json!(32)),
             ("quantized_lm_head", json!(false)),
+            ("qtype", json!("uint3")),
+            ("layout", json!("awq")),
+            ("zero_groups", json!(7)),
+            ("underflowed_groups", json!(7)),
         ] {
             subject.faulty_anyhow(&[REPORT, key], |dst| report(dst, |report| report[key] = value.clone()));
         }
@@ -411,7 +415,7 @@ fn shards_and_their_index() {
             _ = index["weight_map"].as_object_mut().unwrap().shift_remove(in_second)
         });
     });
-    subject.faulty_anyhow(&[&second], |dst| {
+    subject.faulty_anyhow(&[in_second, &first], |dst| {
         edit_index(dst, &|index| index["weight_map"][in_second] = first.as_str().into());
     });
     subject.faulty_anyhow(&["total_size"], |dst| {

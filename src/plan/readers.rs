@@ -42,7 +42,7 @@ pub(super) fn unloadable_warning(refused: &[(&Module, String)]) -> Option<String
         count => format!(" and {} more", count - 1),
     };
     Some(format!(
-        "vLLM cannot load {}{count}: {why}; --exclude leaves a module dense, GPTQModel loads it as it is",
+        "vLLM cannot load {}{count}: {why}; --exclude leaves a module dense",
         first.name
     ))
 }

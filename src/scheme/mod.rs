@@ -9,8 +9,8 @@
 //! | `gptq` | `qweight`, `qzeros`, `scales`, `g_idx` |
 //! | `awq` | `qweight`, `qzeros`, `scales`, codes along N |
 //! | `compressed_tensors` | `weight_packed`, `weight_scale`, `weight_shape`, `weight_zero_point` |
-//! | `uintx` | `uintx_packed`, `uintx_scale`, `uintx_zero_point` |
 //! | `wide` | int4 whose scales another tool stored as BF16 |
+//! | `uintx` | `uintx_packed`, `uintx_scale`, `uintx_zero_point` |
 //! | `buffer` | cache-line aligned scratch memory |
 //! | `registry` | which scheme a request or a config names |
 

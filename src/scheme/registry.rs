@@ -86,14 +86,14 @@ const ROWS: &[Row] = &[
         recognise: compressed_tensors::recognise,
     },
     Row {
-        name: "uintx",
+        name: uintx::NAME,
         select: uintx::select,
-        method: "uintx",
+        method: uintx::NAME,
         recognise: uintx::recognise,
     },
 ];
 
-/// Names for `--layout`.
+/// Names for `--layout`: int4's.
 pub const ALL_LAYOUTS: &[&str] = &["gptq", "awq", "compressed-tensors"];
 
 /// The scheme that a request names.
@@ -102,8 +102,8 @@ pub const ALL_LAYOUTS: &[&str] = &["gptq", "awq", "compressed-tensors"];
 /// [`Error::BadGroup`] or [`Error::BadRequest`] where the settings do not go together.
 pub fn select(request: &Request) -> Result<Box<dyn Scheme>> {
     let name = match request.qtype {
-        QType::Uint(_) => "uintx",
         QType::Int4 => request.layout.unwrap_or("gptq"),
+        QType::Uint(_) => uintx::NAME,
     };
     let row = ROWS.iter().find(|row| row.name == name);
     row.map_or_else(

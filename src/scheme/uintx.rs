@@ -19,6 +19,9 @@ const SCALES: usize = 1;
 const ZEROS: usize = 2;
 const SUFFIXES: [&str; 3] = ["uintx_packed", "uintx_scale", "uintx_zero_point"];
 
+/// In config.json, and as the plan prints it.
+pub(super) const NAME: &str = "uintx";
+
 const METADATA_KEY: &str = "aitk_quantization";
 
 pub(super) struct Uintx {
@@ -225,7 +228,7 @@ impl Scheme for Uintx {
     }
 
     fn layout(&self) -> &'static str {
-        "uintx"
+        NAME
     }
 
     fn symmetric(&self) -> bool {
@@ -463,7 +466,7 @@ impl Scheme for Uintx {
 
     fn config(&self, group: usize, context: &ConfigContext) -> Value {
         json!({
-            "quant_method": "uintx",
+            "quant_method": NAME,
             "bits": self.bits,
             "group_size": group,
             "modules": context.quantized,
