@@ -5,7 +5,7 @@ use std::hint::black_box;
 
 use criterion::{criterion_group, criterion_main, BenchmarkId, Criterion, Throughput};
 use half::{bf16, f16};
-use spark_quant::kernel::{int4, layout, Level};
+use spark_quant::kernel::{int4, layout, shards, uintx, Level};
 use spark_quant::tensor::{ErrorSums, Float};
 
 const ROWS: usize = 128;
@@ -110,6 +110,41 @@ fn arithmetic(c: &mut Criterion) {
     }
 }
 
+/// 3-bit codes, and one of their shards.
+fn uintx_arithmetic(c: &mut Criterion) {
+    for dtype in Float::ALL {
+        let src = weights(dtype);
+        let mut bench = c.benchmark_group(format!("uintx/{}", dtype.torch_name()));
+        bench.throughput(Throughput::Bytes(src.len() as u64));
+        let (mut codes, mut zeros) = (vec![0; ROWS * K], vec![0; ROWS * K / 64]);
+        let mut scales = vec![0; zeros.len() * dtype.size()];
+        for level in Level::available() {
+            bench.bench_function(BenchmarkId::new("encode", level), |b| {
+                b.iter(|| {
+                    let (codes, scales, zeros) = (&mut codes[..], &mut scales[..], &mut zeros[..]);
+                    let tile = uintx::Tile { codes, scales, zeros };
+                    uintx::encode(level, dtype, 3, 64, black_box(&src), tile)
+                });
+            });
+            let (mut packed, starts) = (
+                vec![0; ROWS * K / 8],
+                [0, 1, 2, 3, 4, 5, 6, 7].map(|j| j * ROWS * K / 8),
+            );
+            let shard = shards::shards(3)[1];
+            bench.bench_function(BenchmarkId::new("pack 1 bit", level), |b| {
+                b.iter(|| shards::pack(level, shard, black_box(&codes), &starts, &mut packed));
+            });
+            let mut dst = vec![0; src.len()];
+            bench.bench_function(BenchmarkId::new("decode", level), |b| {
+                let (codes, scales, zeros) = (&codes[..], &scales[..], &zeros[..]);
+                let stored = uintx::Stored { codes, scales, zeros };
+                b.iter(|| uintx::decode(level, dtype, 64, black_box(stored), dtype, &mut dst));
+            });
+        }
+        bench.finish();
+    }
+}
+
 /// Throughput in bytes of the bf16 weights that the codes stand for, to be compared with the above.
 fn layouts(c: &mut Criterion) {
     let words: Vec<u32> = (0..(ROWS * K / 8) as u32)
@@ -137,5 +172,5 @@ fn layouts(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, arithmetic, layouts);
+criterion_group!(benches, arithmetic, uintx_arithmetic, layouts);
 criterion_main!(benches);
