@@ -391,7 +391,7 @@ impl Run<'_> {
             stored: &part.stored,
         };
         let scheme = self.plan.scheme.as_ref();
-        scheme.decode(
+        let faults = scheme.decode(
             self.settings.level,
             &part.shape,
             tile,
@@ -399,6 +399,13 @@ impl Run<'_> {
             dtype,
             &mut worker.buffers,
         )?;
+        if let Some(fault) = faults.into_iter().next() {
+            return Err(Error::BadPacked {
+                path: self.source.root.clone(),
+                tensor: format!("{}.{}", part.name, fault.suffix),
+                what: fault.what,
+            });
+        }
         self.write_tile(worker, item, base)?;
         self.watch.advance(tile.source_bytes);
         Ok(())

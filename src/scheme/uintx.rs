@@ -604,12 +604,12 @@ impl Scheme for Uintx {
         stored: &mut dyn Stored,
         dtype: Float,
         out: &mut TileBuffers,
-    ) -> Result<(), Error> {
+    ) -> Result<Vec<StoredFault>, Error> {
         let place = self.place(shape, tile);
         self.load(shape, &place, stored, out)?;
         out.pieces.clear();
         if !place.first {
-            return Ok(());
+            return Ok(Vec::new());
         }
         let (size, group) = (shape.dtype.size(), shape.group);
         let width = group * dtype.size();
@@ -646,7 +646,7 @@ impl Scheme for Uintx {
         // The dense groups become output 0, and its old buffer the scratch of the next tile.
         std::mem::swap(&mut out.outputs[0], &mut dense);
         out.scratch.source = dense;
-        Ok(())
+        Ok(Vec::new())
     }
 
     fn config(&self, group: usize, context: &ConfigContext) -> Value {
