@@ -208,10 +208,14 @@ pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(run_verify(args, output)?);
     }
     let src = args.src.as_deref().unwrap_or(Path::new(""));
-    if let Some(dst) = &args.dst {
-        check_destination(dst, src, args.overwrite)?;
-    }
     let source = Checkpoint::open(src)?;
+    if let Some(dst) = &args.dst {
+        match check_destination(dst, src, args.overwrite) {
+            // A dry run writes nothing there; what a real one would say is still worth knowing.
+            Err(error) if args.dry_run => warn(&error.to_string()),
+            checked => checked?,
+        }
+    }
     let plan = match args.dequantize {
         true => plan_dequantize(&source, args.dtype, args.max_shard_size)?,
         false => plan(&args.request()?, &source)?,

@@ -6,6 +6,7 @@
 //! | `rules` | tables of module names: linears, fused sets, embeddings |
 //! | `rules_uintx` | the same for uintN |
 //! | `pattern` | `--include`, `--exclude` |
+//! | `judge` | what becomes of each source tensor, and why |
 //! | `quantize` | the plan of a quantizing run |
 //! | `dequantize` | the plan of a dequantizing run |
 //! | `stored` | the packed modules of a checkpoint |
@@ -18,6 +19,7 @@
 
 mod adapter;
 mod dequantize;
+mod judge;
 mod layout;
 mod metadata;
 mod origin;

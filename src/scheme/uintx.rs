@@ -302,6 +302,7 @@ impl Uintx {
 
     /// Calls `each` with the groups that begin in the tile, step by step and segment by segment: the run, where its
     /// groups lie in the tile's scales and zero points, and the codes of these groups.
+    #[allow(clippy::too_many_arguments)]
     fn walk(
         &self,
         level: Level,

@@ -1,22 +1,24 @@
 //! Carries a [`Plan`] out: tiles are read, encoded and written at their offsets by a pool; then the report is folded,
 //! everything is synced, and one rename puts the folder at its place.
 
+mod outcome;
+mod task;
+
 use crate::checkpoint::{
     check_space, Checkpoint, OutFile, Reader, Staging, CONFIG_FILE, DENSE_REPORT_FILE, REPORT_FILE,
 };
 use crate::error::{Error, Result};
 use crate::kernel::Level;
-use crate::plan::{Decode, Item, Module, Packed, Plan, SourceRange, Work};
+use crate::plan::{Item, Module, Packed, Plan, SourceRange, Work};
 use crate::pool::{self, Watch};
-use crate::report::{self, DenseReport, DenseSummary, Report, TensorReport};
-use crate::scheme::{Stored, Tile, TileBuffers, TileError, TileStats, Weights};
-use crate::tensor::{ErrorSums, Fault, Float, GroupCounts};
+use crate::report::{self, DenseSummary, Report};
+use crate::scheme::{Stored, Tile, TileBuffers, TileError, Weights};
+use crate::tensor::Float;
 use serde::Serialize;
-use serde_json::Value;
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use task::{tasks, ModuleState, Task, TensorState};
 use twox_hash::XxHash3_128;
 
 /// How a run goes; none of it changes a byte of the output.
@@ -46,74 +48,11 @@ impl Settings {
     }
 }
 
-/// Dense bytes copied as one task, at least. A tensor that is one task is hashed on its way; a larger one is read back,
-/// which costs less than leaving most threads idle while one copies.
-const COPY_TASK: u64 = 64 << 20;
-
 /// Dense bytes read, hashed and written at a time: they stay in a core's second-level cache.
 pub(crate) const COPY_STEP: usize = 512 << 10;
 
 /// A tensor of at least this many bytes goes to the disk as soon as it is written, while others are encoded.
 const WRITEBACK_BYTES: u64 = 1 << 20;
-
-enum Task<'a> {
-    Encode {
-        item: &'a Item,
-        module: &'a Module,
-        tile: Tile,
-        state: &'a ModuleState,
-    },
-    /// `base`: where the range begins in the output tensor.
-    Copy {
-        item: &'a Item,
-        source: SourceRange,
-        base: u64,
-    },
-    /// `base`: where the part begins in the output tensor.
-    Decode {
-        item: &'a Item,
-        part: &'a Packed,
-        dtype: Float,
-        tile: Tile,
-        base: u64,
-    },
-}
-
-impl Task<'_> {
-    fn item(&self) -> &Item {
-        let (Task::Encode { item, .. } | Task::Copy { item, .. } | Task::Decode { item, .. }) = self;
-        item
-    }
-}
-
-/// What the tiles of one module add up to.
-struct ModuleState {
-    sums: Mutex<(Vec<ErrorSums>, GroupCounts)>,
-    blocks: usize,
-}
-
-impl ModuleState {
-    fn add(&self, stats: TileStats) {
-        let mut sums = self.sums.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        sums.0.resize(self.blocks, ErrorSums::default());
-        sums.0[stats.first_block..][..stats.blocks.len()].copy_from_slice(&stats.blocks);
-        sums.1 += stats.counts;
-    }
-
-    /// Blocks folded in order.
-    fn total(&self) -> (ErrorSums, GroupCounts) {
-        let sums = self.sums.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let mut total = ErrorSums::default();
-        sums.0.iter().for_each(|&block| total += block);
-        (total, sums.1)
-    }
-}
-
-/// An output tensor on its way: how many tasks still write to it, and its hash when all have.
-struct TensorState {
-    remaining: AtomicUsize,
-    hash: OnceLock<u128>,
-}
 
 struct Run<'a> {
     plan: &'a Plan,
@@ -238,67 +177,6 @@ fn execute<R: Serialize>(
     }
     staging.commit()?;
     Ok(report)
-}
-
-fn tasks<'a>(plan: &'a Plan, modules: &'a [ModuleState], settings: &Settings) -> Vec<Task<'a>> {
-    let budget = settings.tile_budget();
-    let copy_task = COPY_TASK.max(plan.source_bytes / (2 * settings.threads as u64));
-    let mut tasks = Vec::new();
-    for (item, state) in plan.items.iter().zip(modules) {
-        match &item.work {
-            Work::Encode(module) => {
-                let tiles = plan.scheme.tiles(&module.shape, budget);
-                tasks.extend(tiles.into_iter().map(|tile| Task::Encode {
-                    item,
-                    module,
-                    tile,
-                    state,
-                }));
-            }
-            Work::Copy(dense) => {
-                let mut base = 0;
-                for part in &dense.parts {
-                    tasks.extend(copy_steps(part, copy_task).map(|source| {
-                        let base = base + source.offset - part.offset;
-                        Task::Copy { item, source, base }
-                    }));
-                    base += part.len;
-                }
-            }
-            Work::Decode(Decode { dtype, parts }) => {
-                let mut base = 0;
-                for part in parts {
-                    // The decoded tile, several times as large as the packed one, is what the budget must hold.
-                    let packed: u64 = part.stored.iter().map(|range| range.len).sum();
-                    let dense = (part.shape.elements() * dtype.size()) as u64;
-                    let budget = (budget as u64 * packed / dense.max(1)) as usize;
-                    let tiles = plan.scheme.tiles(&part.shape, budget);
-                    let dtype = *dtype;
-                    tasks.extend(tiles.into_iter().map(|tile| Task::Decode {
-                        item,
-                        part,
-                        dtype,
-                        tile,
-                        base,
-                    }));
-                    base += dense;
-                }
-            }
-        }
-    }
-    tasks
-}
-
-/// A range in steps of at most `most` bytes; an empty one is one step.
-fn copy_steps(range: &SourceRange, most: u64) -> impl Iterator<Item = SourceRange> + '_ {
-    (0..range.len.div_ceil(most).max(1)).map(move |at| {
-        let begin = at * most;
-        SourceRange {
-            file: range.file,
-            offset: range.offset + begin,
-            len: most.min(range.len - begin),
-        }
-    })
 }
 
 /// A packed module's tensors, read from their ranges of the source files.
@@ -480,157 +358,5 @@ impl Run<'_> {
             file.start_writeback(tensor.offset, tensor.len);
         }
         Ok(())
-    }
-
-    /// Names the tensor, row and column (or group) of a fault, counted in the source's own tensor.
-    fn fault(&self, reader: &mut Reader, module: &Module, fault: Fault) -> Error {
-        let shape = &module.shape;
-        let path = self.source.files[module.source.file].path.clone();
-        let tensor = module.tensor.clone();
-        let place = |element: usize| (module.first_row + element / shape.columns, element % shape.columns);
-        match fault {
-            Fault::NonFinite { element } => {
-                let (row, column) = place(element);
-                let mut bytes = [0; 4];
-                let size = shape.dtype.size();
-                let at = module.source.offset + (element * size) as u64;
-                let value = match reader.read_exact_at(module.source.file, at, &mut bytes[..size]) {
-                    Ok(()) => float_text(shape.dtype, bytes),
-                    Err(error) => return error,
-                };
-                let way_out = format!("--exclude {:?} leaves it dense", module.name);
-                Error::NonFinite {
-                    path,
-                    tensor,
-                    row,
-                    column,
-                    value,
-                    way_out,
-                }
-            }
-            Fault::ScaleOverflow { element } => {
-                let (row, column) = place(element);
-                let (dtype, limit) = match self.plan.scheme.qtype() {
-                    crate::scheme::QType::Int4 => ("float16", 65504.0),
-                    crate::scheme::QType::Uint(_) => (shape.dtype.torch_name(), float_max(shape.dtype)),
-                };
-                let way_out = format!("--exclude {:?} leaves it dense", module.name);
-                Error::ScaleOverflow {
-                    path,
-                    tensor,
-                    row,
-                    group: column / shape.group,
-                    dtype,
-                    limit,
-                    way_out,
-                }
-            }
-        }
-    }
-
-    fn hashes(&self) -> BTreeMap<String, String> {
-        let hash = |state: &TensorState| format!("{:032x}", state.hash.get().copied().unwrap_or_default());
-        self.plan
-            .tensors
-            .iter()
-            .zip(&self.tensors)
-            .map(|(tensor, state)| (tensor.name.clone(), hash(state)))
-            .collect()
-    }
-
-    fn summary(&self) -> DenseSummary {
-        let decoded = self
-            .plan
-            .items
-            .iter()
-            .filter(|item| matches!(item.work, Work::Decode(_)));
-        DenseSummary {
-            tool: report::tool_version(),
-            qtype: self.plan.scheme.qtype().to_string(),
-            layout: self.plan.scheme.layout().to_string(),
-            group: self.plan.group,
-            decoded: decoded
-                .map(|item| self.plan.tensors[item.outputs.start].name.clone())
-                .collect(),
-            files: self.plan.files.len(),
-            bytes: self.plan.weight_bytes(),
-            xxh3_128: self.hashes(),
-        }
-    }
-
-    fn report(&self, modules: &[ModuleState]) -> Report {
-        let plan = self.plan;
-        let mut per_tensor: Vec<TensorReport> = Vec::new();
-        for (item, state) in plan.items.iter().zip(modules) {
-            if let Work::Encode(module) = &item.work {
-                let (sums, counts) = state.total();
-                per_tensor.push(TensorReport {
-                    name: module.report_name.clone(),
-                    snr_db: report::snr_db(sums),
-                    source: module.tensor.clone(),
-                    first_row: module.first_row,
-                    dtype: module.shape.dtype.torch_name().to_string(),
-                    shape: [module.shape.rows, module.shape.columns],
-                    group: module.shape.group,
-                    bytes_in: module.source.len,
-                    bytes_out: plan.tensors[item.outputs.clone()].iter().map(|tensor| tensor.len).sum(),
-                    zero_groups: counts.zero,
-                    underflowed_groups: counts.underflowed,
-                });
-            }
-        }
-        // The reference's order: by name, the head last.
-        per_tensor.sort_by(|a, b| (a.name == "lm_head", &a.name).cmp(&(b.name == "lm_head", &b.name)));
-        let (snr_db_mean, snr_db_min) = report::summarise(per_tensor.iter().map(|tensor| tensor.snr_db));
-        let dtype = plan.modules().next().map_or(Float::Bf16, |module| module.shape.dtype);
-        Report {
-            group: plan.group,
-            tensors: per_tensor.len(),
-            snr_db_mean,
-            snr_db_min,
-            bits_per_weight: plan.scheme.bits_per_weight(plan.group, dtype),
-            quantized_embedding: plan.quantized_embedding,
-            quantized_lm_head: plan.quantized_lm_head,
-            tool: report::tool_version(),
-            qtype: plan.scheme.qtype().to_string(),
-            layout: plan.scheme.layout().to_string(),
-            symmetric: plan.scheme.symmetric(),
-            zero_groups: per_tensor.iter().map(|tensor| tensor.zero_groups).sum(),
-            underflowed_groups: per_tensor.iter().map(|tensor| tensor.underflowed_groups).sum(),
-            coverage: plan.coverage(),
-            quantization_config: match plan
-                .config
-                .as_ref()
-                .and_then(|config| config.get("quantization_config"))
-            {
-                Some(Value::Object(config)) => config.clone(),
-                _ => serde_json::Map::new(),
-            },
-            dense: plan
-                .dense()
-                .map(|dense| DenseReport {
-                    name: dense.name.clone(),
-                    reason: dense.reason.clone(),
-                })
-                .collect(),
-            xxh3_128: self.hashes(),
-            per_tensor,
-        }
-    }
-}
-
-fn float_text(dtype: Float, bytes: [u8; 4]) -> String {
-    match dtype {
-        Float::F32 => f32::from_le_bytes(bytes).to_string(),
-        Float::F16 => half::f16::from_le_bytes([bytes[0], bytes[1]]).to_string(),
-        Float::Bf16 => half::bf16::from_le_bytes([bytes[0], bytes[1]]).to_string(),
-    }
-}
-
-fn float_max(dtype: Float) -> f32 {
-    match dtype {
-        Float::F32 => f32::MAX,
-        Float::F16 => half::f16::MAX.to_f32(),
-        Float::Bf16 => half::bf16::MAX.to_f32(),
     }
 }
