@@ -48,7 +48,7 @@ pub struct Args {
     #[arg(long, value_name = "TYPE", default_value = "int4", value_parser = parse_qtype)]
     qtype: QType,
 
-    /// How int4 lies on disk [default: gptq]
+    /// How int4 lies on disk; awq is always asymmetric [default: gptq]
     #[arg(long, value_name = "LAYOUT", value_parser = parse_layout)]
     layout: Option<&'static str>,
 

@@ -288,7 +288,7 @@ fn broken_ones_are_faults() {
     );
 }
 
-/// Values, not structure: exit 1 from `--verify`, whatever a decoder makes of them.
+/// Values, not structure.
 #[test]
 fn values_that_cannot_be_are_faults() {
     let packed = example();
@@ -302,5 +302,21 @@ fn values_that_cannot_be_are_faults() {
         named(&mut tensors, &format!("{DOWN}.{suffix}")).bytes[..2].copy_from_slice(&bytes);
         let foreign = Foreign::of(&packed, tensors, compressed_tensors(false));
         foreign.0.verify(&[]).expect(1).says(&["FAULT", suffix, says]);
+        dequantize(&foreign.0.dst(), &foreign.0.path("dense"))
+            .expect(2)
+            .says(&[suffix, says]);
+        assert!(!foreign.0.path("dense").exists());
     }
+    // Groups out of order although the config says they are in order: decoding would be quietly wrong.
+    let mut tensors = packed.gptq(DOWN, Dtype::F16, 0);
+    named(&mut tensors, &format!("{DOWN}.g_idx")).bytes.rotate_left(4);
+    let foreign = Foreign::of(&packed, tensors, gptq("gptq_v2"));
+    foreign
+        .0
+        .verify(&[])
+        .expect(1)
+        .says(&["FAULT", "g_idx", "says group 1 for input 31"]);
+    dequantize(&foreign.0.dst(), &foreign.0.path("dense"))
+        .expect(2)
+        .says(&["g_idx"]);
 }

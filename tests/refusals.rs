@@ -34,7 +34,7 @@ fn shards_refused(spoil: impl FnOnce(&Path), says: &[&str]) {
 #[test]
 fn missing_paths() {
     let sandbox = Sandbox::empty();
-    sandbox.refused(&[], &["src", "No such file"]);
+    sandbox.refused(&[], &["src", "no such file or folder"]);
     fs::create_dir(sandbox.src()).unwrap();
     sandbox.refused(&[], &["src", "no .safetensors file"]);
     fs::write(sandbox.path("text.txt"), "text").unwrap();

@@ -269,7 +269,7 @@ impl Run<'_> {
             stored: &part.stored,
         };
         let scheme = self.plan.scheme.as_ref();
-        scheme.decode(
+        let faults = scheme.decode(
             self.settings.level,
             &part.shape,
             tile,
@@ -277,6 +277,13 @@ impl Run<'_> {
             dtype,
             &mut worker.buffers,
         )?;
+        if let Some(fault) = faults.into_iter().next() {
+            return Err(Error::BadPacked {
+                path: self.source.root.clone(),
+                tensor: format!("{}.{}", part.name, fault.suffix),
+                what: fault.what,
+            });
+        }
         self.write_tile(worker, item, base)?;
         self.watch.advance(tile.source_bytes);
         Ok(())

@@ -125,18 +125,21 @@ impl<L: Layout> Int4<L> {
         (STEP_BYTES / shape.row_bytes().max(1) / BLOCK_ROWS * BLOCK_ROWS).max(BLOCK_ROWS)
     }
 
+    /// Reads a tile's pieces, and gives what is wrong with those that depend on the shape alone.
     fn load_pieces(
         &self,
         shape: &Shape,
         tile: &Tile,
         stored: &mut dyn Stored,
         out: &mut TileBuffers,
-    ) -> Result<(), Error> {
+    ) -> Result<Vec<StoredFault>, Error> {
         self.lay_out(shape, tile, out);
         for piece in &out.pieces {
             read_piece(stored, piece, out.outputs[piece.output].bytes_mut())?;
         }
-        Ok(())
+        let first = tile.begin == 0;
+        let fault = first.then(|| self.0.check_constants(shape, &out.outputs));
+        Ok(fault.flatten().into_iter().collect())
     }
 
     /// Sizes the tile's buffers and notes where they belong.
@@ -265,11 +268,7 @@ impl<L: Layout> Scheme for Int4<L> {
         mut weights: Option<&mut dyn Weights>,
         out: &mut TileBuffers,
     ) -> Result<Measured, Error> {
-        let mut faults = Vec::new();
-        self.load_pieces(shape, tile, stored, out)?;
-        if tile.begin == 0 {
-            faults.extend(self.0.check_constants(shape, &out.outputs));
-        }
+        let mut faults = self.load_pieces(shape, tile, stored, out)?;
         let mut stats = TileStats {
             first_block: tile.begin / BLOCK_ROWS,
             ..TileStats::default()
@@ -328,8 +327,8 @@ impl<L: Layout> Scheme for Int4<L> {
         stored: &mut dyn Stored,
         dtype: Float,
         out: &mut TileBuffers,
-    ) -> Result<(), Error> {
-        self.load_pieces(shape, tile, stored, out)?;
+    ) -> Result<Vec<StoredFault>, Error> {
+        let mut faults = self.load_pieces(shape, tile, stored, out)?;
         let mut dense = std::mem::take(&mut out.scratch.source);
         let row_bytes = shape.columns * dtype.size();
         let all = dense.take::<u8>((tile.end - tile.begin) * row_bytes);
@@ -348,6 +347,7 @@ impl<L: Layout> Scheme for Int4<L> {
             };
             self.0
                 .unpack(level, &at, &out.outputs, RowCodesMut { words, scales, zeros });
+            faults.extend(self.check_groups(&at, scales, zeros));
             let into = &mut all[at.first() * row_bytes..(at.first() + count) * row_bytes];
             let decode = if self.0.scale_dtype() == Float::Bf16 {
                 wide::decode
@@ -365,7 +365,7 @@ impl<L: Layout> Scheme for Int4<L> {
             (tile.begin * row_bytes) as u64,
             (tile.end - tile.begin) * row_bytes,
         )];
-        Ok(())
+        Ok(faults)
     }
 
     fn config(&self, group: usize, context: &ConfigContext) -> Value {

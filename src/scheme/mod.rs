@@ -290,6 +290,7 @@ pub trait Scheme: Send + Sync {
     ) -> Result<Measured, Error>;
 
     /// Decodes a tile to `dtype`; the bytes are left in `out.outputs[0]`, their places (in the dense weight) in `out.pieces`.
+    /// Gives what is wrong with the stored values, as [`Scheme::measure`] does: with a fault, the decoded ones are too.
     fn decode(
         &self,
         level: Level,
@@ -298,7 +299,7 @@ pub trait Scheme: Send + Sync {
         stored: &mut dyn Stored,
         dtype: Float,
         out: &mut TileBuffers,
-    ) -> Result<(), Error>;
+    ) -> Result<Vec<StoredFault>, Error>;
 
     /// The `quantization_config` of config.json.
     fn config(&self, group: usize, context: &ConfigContext) -> Value;

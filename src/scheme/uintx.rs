@@ -421,12 +421,13 @@ impl Scheme for Uintx {
         stored: &mut dyn Stored,
         dtype: Float,
         out: &mut TileBuffers,
-    ) -> Result<(), Error> {
+    ) -> Result<Vec<StoredFault>, Error> {
+        let mut faults = Vec::new();
         let place = Place::of(self.bits, shape, tile);
         self.load(shape, &place, stored, out)?;
         out.pieces.clear();
         if !place.first {
-            return Ok(());
+            return Ok(faults);
         }
         let (size, group) = (shape.dtype.size(), shape.group);
         let width = group * dtype.size();
@@ -450,6 +451,7 @@ impl Scheme for Uintx {
                 scales: &scales.bytes()[groups.start * size..groups.end * size],
                 zeros: &zero_points.bytes()[groups.clone()],
             };
+            faults.extend(self.check_groups(shape, run, kept.scales, kept.zeros));
             let into = &mut all[groups.start * width..groups.end * width];
             kernel::decode(level, shape.dtype, group, kept, dtype, into);
             Ok(())
@@ -461,7 +463,7 @@ impl Scheme for Uintx {
         // The dense groups become output 0, and its old buffer the scratch of the next tile.
         std::mem::swap(&mut out.outputs[0], &mut dense);
         out.scratch.source = dense;
-        Ok(())
+        Ok(faults)
     }
 
     fn config(&self, group: usize, context: &ConfigContext) -> Value {
