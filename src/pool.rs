@@ -53,7 +53,8 @@ pub fn run<T: Sync, S>(
     };
     std::thread::scope(|scope| {
         for _ in 1..threads.clamp(1, tasks.len().max(1)) {
-            scope.spawn(worker);
+            // With fewer threads than asked for, the others do the work.
+            let _ = std::thread::Builder::new().spawn_scoped(scope, worker);
         }
         worker();
     });

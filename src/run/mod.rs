@@ -1,6 +1,7 @@
 //! Carries a [`Plan`] out: tiles are read, encoded and written at their offsets by a pool; then the report is folded,
 //! everything is synced, and one rename puts the folder at its place.
 
+mod flush;
 mod outcome;
 mod task;
 
@@ -14,6 +15,7 @@ use crate::pool::{self, Watch};
 use crate::report::{self, DenseSummary, Report};
 use crate::scheme::{Stored, Tile, TileBuffers, TileError, Weights};
 use crate::tensor::Float;
+use flush::{flush_ranges, Flush, FLUSH_STEP};
 use serde::Serialize;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -51,9 +53,6 @@ impl Settings {
 /// Dense bytes read, hashed and written at a time: they stay in a core's second-level cache.
 pub(crate) const COPY_STEP: usize = 512 << 10;
 
-/// A tensor of at least this many bytes goes to the disk as soon as it is written, while others are encoded.
-const WRITEBACK_BYTES: u64 = 1 << 20;
-
 struct Run<'a> {
     plan: &'a Plan,
     source: &'a Checkpoint,
@@ -61,6 +60,7 @@ struct Run<'a> {
     watch: &'a dyn Watch,
     files: Vec<Arc<OutFile>>,
     tensors: Vec<TensorState>,
+    flush: Flush,
 }
 
 struct Worker<'a> {
@@ -143,6 +143,7 @@ fn execute<R: Serialize>(
             hash: OnceLock::new(),
         })
         .collect();
+    let (flush, ranges) = Flush::channel();
     let run = Run {
         plan,
         source,
@@ -150,18 +151,22 @@ fn execute<R: Serialize>(
         watch,
         files,
         tensors,
+        flush,
     };
     let worker = || Worker {
         reader: Reader::new(&source.files),
         buffers: TileBuffers::default(),
         chunk: Vec::new(),
     };
-    pool::run(settings.threads, &tasks, watch, worker, |worker, task| {
-        run.task(worker, task)
+    let report = std::thread::scope(|scope| {
+        // Where no thread is to be had, the flush before the rename does all.
+        let _ = std::thread::Builder::new().spawn_scoped(scope, || flush_ranges(ranges));
+        pool::run(settings.threads, &tasks, watch, worker, |worker, task| {
+            run.task(worker, task)
+        })
+        // The flusher ends when the run, which holds the other end of its channel, is gone.
+        .map(|()| report(&{ run }, &modules))
     })?;
-
-    let report = report(&run, &modules);
-    drop(run);
     for sidecar in &plan.sidecars {
         staging.copy_sidecar(sidecar)?;
     }
@@ -305,7 +310,7 @@ impl Run<'_> {
         }
         item.outputs
             .clone()
-            .try_for_each(|at| self.finished(at, &mut worker.chunk))
+            .try_for_each(|at| self.finished(at, &mut worker.chunk, false))
     }
 
     fn copy(&self, worker: &mut Worker, item: &Item, source: SourceRange, base: u64) -> Result<()> {
@@ -327,16 +332,21 @@ impl Run<'_> {
             }
             self.watch.advance(step as u64);
             offset += step as u64;
+            if whole && (offset.is_multiple_of(FLUSH_STEP) || offset == source.len) {
+                let begin = (offset - 1) / FLUSH_STEP * FLUSH_STEP;
+                self.flush
+                    .send(&self.files[tensor.shard], tensor.offset + base + begin, offset - begin);
+            }
         }
         if whole {
             self.tensors[at].hash.get_or_init(|| hasher.finish_128());
         }
-        self.finished(at, &mut worker.chunk)
+        self.finished(at, &mut worker.chunk, whole)
     }
 
     /// Notes that one more task has written its part of a tensor. The last one hashes it, by reading it back where the
-    /// parts were not in order.
-    fn finished(&self, at: usize, chunk: &mut Vec<u8>) -> Result<()> {
+    /// parts were not in order, and sends it to the disk unless that was done.
+    fn finished(&self, at: usize, chunk: &mut Vec<u8>, sent: bool) -> Result<()> {
         let (state, tensor) = (&self.tensors[at], &self.plan.tensors[at]);
         if state.remaining.fetch_sub(1, Ordering::AcqRel) != 1 {
             return Ok(());
@@ -354,8 +364,8 @@ impl Run<'_> {
             }
             state.hash.get_or_init(|| hasher.finish_128());
         }
-        if tensor.len >= WRITEBACK_BYTES {
-            file.start_writeback(tensor.offset, tensor.len);
+        if !sent {
+            self.flush.send(file, tensor.offset, tensor.len);
         }
         Ok(())
     }
