@@ -61,6 +61,8 @@ struct Run<'a> {
     files: Vec<Arc<OutFile>>,
     tensors: Vec<TensorState>,
     flush: Flush,
+    /// Whether the report has a hash of each stored tensor.
+    hashed: bool,
 }
 
 struct Worker<'a> {
@@ -152,6 +154,7 @@ fn execute<R: Serialize>(
         files,
         tensors,
         flush,
+        hashed: report_file == REPORT_FILE,
     };
     let worker = || Worker {
         reader: Reader::new(&source.files),
@@ -304,7 +307,7 @@ impl Run<'_> {
             for (run, chunk) in bytes.chunks(piece.width.max(1)).enumerate() {
                 self.files[tensor.shard].write_all_at(chunk, begin + run as u64 * piece.stride)?;
             }
-            if bytes.len() as u64 == tensor.len {
+            if self.hashed && bytes.len() as u64 == tensor.len {
                 self.tensors[at].hash.get_or_init(|| XxHash3_128::oneshot(bytes));
             }
         }
@@ -327,7 +330,7 @@ impl Run<'_> {
                 .reader
                 .read_exact_at(source.file, source.offset + offset, chunk)?;
             self.files[tensor.shard].write_all_at(chunk, tensor.offset + base + offset)?;
-            if whole {
+            if whole && self.hashed {
                 hasher.write(chunk);
             }
             self.watch.advance(step as u64);
@@ -338,7 +341,7 @@ impl Run<'_> {
                     .send(&self.files[tensor.shard], tensor.offset + base + begin, offset - begin);
             }
         }
-        if whole {
+        if whole && self.hashed {
             self.tensors[at].hash.get_or_init(|| hasher.finish_128());
         }
         self.finished(at, &mut worker.chunk, whole)
@@ -352,7 +355,7 @@ impl Run<'_> {
             return Ok(());
         }
         let file = &self.files[tensor.shard];
-        if state.hash.get().is_none() {
+        if self.hashed && state.hash.get().is_none() {
             let mut hasher = XxHash3_128::new();
             chunk.resize(COPY_STEP, 0);
             let mut offset = 0;

@@ -84,7 +84,6 @@ impl Run<'_> {
                 .collect(),
             files: self.plan.files.len(),
             bytes: self.plan.weight_bytes(),
-            xxh3_128: self.hashes(),
         }
     }
 

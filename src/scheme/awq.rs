@@ -50,6 +50,10 @@ pub(super) fn recognise(config: &Map<String, Value>, scales: Float) -> Result<Re
 
 impl Layout for Awq {
     const NAME: &'static str = "awq";
+    const PACK_ROWS: usize = 128;
+
+    /// A row's share of a run is an eighth of gptq's.
+    const TILE_SHARE: usize = 4;
 
     fn suffixes(&self) -> &'static [&'static str] {
         &["qweight", "qzeros", "scales"]

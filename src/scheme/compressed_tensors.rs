@@ -78,6 +78,7 @@ pub(super) fn recognise(config: &Map<String, Value>, scales: Float) -> Result<Re
 
 impl Layout for CompressedTensors {
     const NAME: &'static str = "compressed-tensors";
+    const PACK_ROWS: usize = 16;
 
     fn suffixes(&self) -> &'static [&'static str] {
         let all = &["weight_packed", "weight_scale", "weight_shape", "weight_zero_point"];

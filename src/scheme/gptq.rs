@@ -79,6 +79,7 @@ pub(super) fn recognise(config: &Map<String, Value>, scales: Float) -> Result<Re
 
 impl Layout for Gptq {
     const NAME: &'static str = "gptq";
+    const PACK_ROWS: usize = 64;
 
     fn suffixes(&self) -> &'static [&'static str] {
         &["qweight", "qzeros", "scales", "g_idx"]

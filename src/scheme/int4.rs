@@ -52,6 +52,12 @@ impl Rows<'_> {
 pub(super) trait Layout: Send + Sync {
     const NAME: &'static str;
 
+    /// Rows packed together at least: what fills whole cache lines of the outputs. A multiple of [`BLOCK_ROWS`].
+    const PACK_ROWS: usize;
+
+    /// How many times the usual tile one holds, for a layout whose runs of a tile are narrow.
+    const TILE_SHARE: usize = 1;
+
     /// Of [`Layout::outputs`], in order; the first names the module.
     fn suffixes(&self) -> &'static [&'static str];
 
@@ -199,7 +205,7 @@ impl<L: Layout> Scheme for Int4<L> {
     }
 
     fn tiles(&self, shape: &Shape, budget: usize) -> Vec<Tile> {
-        row_tiles(shape, TILE_STEP, budget / (shape.columns / 2).max(1))
+        row_tiles(shape, TILE_STEP, budget * L::TILE_SHARE / (shape.columns / 2).max(1))
     }
 
     fn blocks(&self, shape: &Shape) -> usize {
@@ -226,29 +232,32 @@ impl<L: Layout> Scheme for Int4<L> {
             zeros,
             sums,
         } = &mut out.scratch;
-        for rows in row_steps(tile, Self::step(shape)) {
-            let count = rows.len();
-            let source = source.take::<u8>(count * shape.row_bytes());
-            weights.read((rows.start * shape.row_bytes()) as u64, source)?;
-            sums.resize(count, ErrorSums::default());
-            let words = words.take::<u32>(count * shape.columns / 8);
-            let scales = scales.take::<u16>(count * shape.groups());
-            let zeros = zeros.take::<u8>(count * shape.groups());
-            let encoded = kernel::Tile {
-                words,
-                scales,
-                zeros,
-                sums,
-            };
-            let asym = !self.0.symmetric();
-            let counts = kernel::encode(level, shape.dtype, source, shape.columns, shape.group, asym, encoded)
-                .map_err(|fault| TileError::Fault(fault.shifted(rows.start * shape.columns)))?;
-            stats.counts += counts;
-            fold_rows(sums, &mut stats.blocks);
+        let (k, g) = (shape.columns, shape.groups());
+        for batch in row_steps(tile.begin..tile.end, Self::step(shape).max(L::PACK_ROWS)) {
+            let words = words.take::<u32>(batch.len() * k / 8);
+            let scales = scales.take::<u16>(batch.len() * g);
+            let zeros = zeros.take::<u8>(batch.len() * g);
+            for rows in row_steps(batch.clone(), Self::step(shape)) {
+                let source = source.take::<u8>(rows.len() * shape.row_bytes());
+                weights.read((rows.start * shape.row_bytes()) as u64, source)?;
+                sums.resize(rows.len(), ErrorSums::default());
+                let at = rows.start - batch.start..rows.end - batch.start;
+                let encoded = kernel::Tile {
+                    words: &mut words[at.start * k / 8..at.end * k / 8],
+                    scales: &mut scales[at.start * g..at.end * g],
+                    zeros: &mut zeros[at.start * g..at.end * g],
+                    sums,
+                };
+                let asym = !self.0.symmetric();
+                let counts = kernel::encode(level, shape.dtype, source, k, shape.group, asym, encoded)
+                    .map_err(|fault| TileError::Fault(fault.shifted(rows.start * k)))?;
+                stats.counts += counts;
+                fold_rows(sums, &mut stats.blocks);
+            }
             let at = Rows {
                 shape,
                 tile: tile.begin..tile.end,
-                rows,
+                rows: batch,
             };
             self.0
                 .pack(level, &at, RowCodes { words, scales, zeros }, &mut out.outputs);
@@ -280,7 +289,7 @@ impl<L: Layout> Scheme for Int4<L> {
             zeros,
             sums,
         } = &mut out.scratch;
-        for rows in row_steps(tile, Self::step(shape)) {
+        for rows in row_steps(tile.begin..tile.end, Self::step(shape)) {
             let count = rows.len();
             let words = words.take::<u32>(count * shape.columns / 8);
             let scales = scales.take::<u16>(count * shape.groups());
@@ -335,7 +344,7 @@ impl<L: Layout> Scheme for Int4<L> {
         let Scratch {
             words, scales, zeros, ..
         } = &mut out.scratch;
-        for rows in row_steps(tile, Self::step(shape)) {
+        for rows in row_steps(tile.begin..tile.end, Self::step(shape)) {
             let count = rows.len();
             let words = words.take::<u32>(count * shape.columns / 8);
             let scales = scales.take::<u16>(count * shape.groups());

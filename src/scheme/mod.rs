@@ -371,8 +371,8 @@ fn row_tiles(shape: &Shape, step: usize, most: usize) -> Vec<Tile> {
         .collect()
 }
 
-/// The rows of a tile cut into runs of at most `step`.
-fn row_steps(tile: &Tile, step: usize) -> impl Iterator<Item = Range<usize>> {
-    let (begin, end) = (tile.begin, tile.end);
-    (begin..end).step_by(step).map(move |row| row..(row + step).min(end))
+/// Rows cut into runs of at most `step`.
+fn row_steps(rows: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
+    let end = rows.end;
+    rows.step_by(step).map(move |row| row..(row + step).min(end))
 }
