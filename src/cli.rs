@@ -44,17 +44,17 @@ pub struct Args {
     #[arg(long)]
     quantize_embedding: bool,
 
-    /// What the weights become
-    #[arg(long, value_name = "TYPE", default_value = "int4", value_parser = parse_qtype)]
-    qtype: QType,
+    /// What the weights become: int4, or uint2 to uint7 [default: int4]
+    #[arg(long, value_name = "TYPE", value_parser = parse_qtype)]
+    qtype: Option<QType>,
 
     /// How int4 lies on disk; awq is always asymmetric [default: gptq]
     #[arg(long, value_name = "LAYOUT", value_parser = parse_layout)]
     layout: Option<&'static str>,
 
-    /// Fused q_k_v projections: split them into q, k and v, or keep them whole
-    #[arg(long, value_name = "HOW", value_enum, default_value = "split")]
-    fused_qkv: FusedQkv,
+    /// Fused q_k_v projections: split them into q, k and v, or keep them whole [default: split]
+    #[arg(long, value_name = "HOW", value_enum)]
+    fused_qkv: Option<FusedQkv>,
 
     /// Quantize only modules that match one of these patterns (fnmatch, on names less `.weight`)
     #[arg(long, value_name = "GLOB")]
@@ -68,9 +68,9 @@ pub struct Args {
     #[arg(long, value_name = "ADAPTER")]
     ara: Option<PathBuf>,
 
-    /// Largest output file
-    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
-    max_shard_size: u64,
+    /// Largest output file [default: 5GB]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    max_shard_size: Option<u64>,
 
     /// Worker threads [default: one per core]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -86,26 +86,20 @@ pub struct Args {
 
     /// Check the checkpoint at --dst; with --src also against the weights it was made from. Never writes
     #[arg(long, conflicts_with_all = ["dry_run", "overwrite", "asym", "quantize_lm_head", "quantize_embedding",
-        "group", "layout", "include", "exclude", "ara"])]
+        "group", "qtype", "layout", "fused_qkv", "include", "exclude", "ara", "max_shard_size"])]
     verify: bool,
 
     /// Decode the packed checkpoint at --src into a dense one at --dst
-    #[arg(long, conflicts_with_all = ["verify", "asym", "quantize_lm_head", "quantize_embedding", "group", "layout",
-        "include", "exclude", "ara"])]
+    #[arg(long, conflicts_with_all = ["verify", "asym", "quantize_lm_head", "quantize_embedding", "group", "qtype",
+        "layout", "fused_qkv", "include", "exclude", "ara"])]
     dequantize: bool,
 
     /// With --dequantize: dtype of the decoded weights, bf16, f16 or f32 [default: what they were]
-    #[arg(long, value_name = "DTYPE", requires = "dequantize", value_parser = parse_dtype)]
+    #[arg(long, value_name = "DTYPE", value_parser = parse_dtype)]
     dtype: Option<Float>,
 
     /// With --verify --src: the SNR that every quantized tensor must reach
-    #[arg(
-        long,
-        value_name = "DB",
-        requires = "verify",
-        requires = "src",
-        allow_negative_numbers = true
-    )]
+    #[arg(long, value_name = "DB", allow_negative_numbers = true, value_parser = parse_db)]
     min_snr: Option<f64>,
 
     /// Print one JSON document on stdout
@@ -156,6 +150,15 @@ fn parse_layout(text: &str) -> Result<&'static str, String> {
         .ok_or_else(|| format!("known layouts: {}", ALL_LAYOUTS.join(", ")))
 }
 
+fn parse_db(text: &str) -> Result<f64, String> {
+    let db: f64 = text.parse().map_err(|_| format!("{text:?} is not a number of dB"))?;
+    // A limit that is not a number would never be missed.
+    if !db.is_finite() {
+        return Err("a limit is a finite number of dB".to_string());
+    }
+    Ok(db)
+}
+
 fn parse_dtype(text: &str) -> Result<Float, String> {
     match text {
         "bf16" | "bfloat16" => Ok(Float::Bf16),
@@ -204,6 +207,7 @@ pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
         json: args.json,
         quiet: args.quiet,
     };
+    args.check_modes()?;
     if args.verify {
         return Ok(run_verify(args, output)?);
     }
@@ -217,7 +221,7 @@ pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
         }
     }
     let plan = match args.dequantize {
-        true => plan_dequantize(&source, args.dtype, args.max_shard_size)?,
+        true => plan_dequantize(&source, args.dtype, args.max_shard_size())?,
         false => plan(&args.request()?, &source)?,
     };
     plan.warnings.iter().for_each(|warning| warn(warning));
@@ -287,19 +291,38 @@ fn warn(text: &str) {
 }
 
 impl Args {
+    /// Options that mean something in one mode only.
+    ///
+    /// # Errors
+    /// [`Error::BadRequest`] for one given in another, where it would be silently ignored.
+    fn check_modes(&self) -> Result<()> {
+        if self.min_snr.is_some() && !(self.verify && self.src.is_some()) {
+            let why = "--min-snr is checked by --verify, and needs the source's weights: --verify --src IN --dst OUT";
+            return Err(Error::BadRequest(why.to_string()));
+        }
+        if self.dtype.is_some() && !self.dequantize {
+            return Err(Error::BadRequest("--dtype is of --dequantize".to_string()));
+        }
+        Ok(())
+    }
+
+    fn max_shard_size(&self) -> u64 {
+        self.max_shard_size.unwrap_or(5_000_000_000)
+    }
+
     fn request(&self) -> Result<Request> {
         Ok(Request {
-            qtype: self.qtype,
+            qtype: self.qtype.unwrap_or(QType::Int4),
             layout: self.layout,
             group: self.group,
             asym: self.asym,
             quantize_lm_head: self.quantize_lm_head,
             quantize_embedding: self.quantize_embedding,
-            keep_fused: self.fused_qkv == FusedQkv::Keep,
+            keep_fused: self.fused_qkv == Some(FusedQkv::Keep),
             include: self.include.clone(),
             exclude: self.exclude.clone(),
             adapter: self.ara.as_deref().map(Adapter::open).transpose()?,
-            max_shard_size: self.max_shard_size,
+            max_shard_size: self.max_shard_size(),
         })
     }
 

@@ -84,6 +84,12 @@ impl Config {
         self.get(key).and_then(Value::as_str).or_else(nested)
     }
 
+    /// An object at the top level or, where it is not there, in `text_config`; null counts as absent.
+    pub fn object(&self, key: &str) -> Option<&Map<String, Value>> {
+        let nested = || self.get(NESTED)?.get(key)?.as_object();
+        self.get(key).and_then(Value::as_object).or_else(nested)
+    }
+
     pub fn is_empty(&self) -> bool {
         self.map.is_empty()
     }

@@ -57,7 +57,7 @@ fn refuse_quantized(source: &Checkpoint) -> Result<()> {
     let evidence = if source
         .config
         .as_ref()
-        .is_some_and(|config| config.get("quantization_config").is_some())
+        .is_some_and(|config| config.object("quantization_config").is_some())
     {
         Some("config.json has quantization_config".to_string())
     } else {

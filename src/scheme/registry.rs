@@ -4,6 +4,7 @@ use super::{awq, compressed_tensors, gptq, uintx, Scheme, WHOLE_ROW};
 use crate::error::{Error, Result};
 use crate::tensor::{Dtype, Float};
 use serde_json::{Map, Value};
+use std::collections::HashSet;
 use std::fmt;
 
 /// What a weight becomes.
@@ -121,13 +122,24 @@ pub fn recognise<'a>(
     let method = config.get("quant_method").unwrap_or(&Value::Null);
     let row = ROWS.iter().find(|row| method == row.method);
     let row = row.ok_or_else(|| format!("quant_method {method} is not one that this tool reads"))?;
-    // The config does not say it. One for all: a module with another dtype is then a fault of its shape.
-    let scales = tensors
-        .into_iter()
-        .find(|(name, _)| name.ends_with(".scales") || name.ends_with(".weight_scale"))
-        .filter(|(_, dtype)| *dtype == Dtype::BF16)
-        .map_or(Float::F16, |_| Float::Bf16);
-    (row.recognise)(config, scales)
+    (row.recognise)(config, scale_dtype(tensors))
+}
+
+/// The dtype of the stored scales, which no config tells: that of the first packed module. One for all: a module with
+/// another is then a fault of its shape.
+fn scale_dtype<'a>(tensors: impl IntoIterator<Item = (&'a str, Dtype)>) -> Float {
+    let parts = |(name, dtype): (&'a str, Dtype)| name.rsplit_once('.').map(|(module, suffix)| (module, suffix, dtype));
+    let parts: Vec<_> = tensors.into_iter().filter_map(parts).collect();
+    let named = |suffixes: [&'static str; 2]| parts.iter().filter(move |(_, suffix, _)| suffixes.contains(suffix));
+    // Other tensors may be called `scales`: only those beside packed codes count.
+    let packed: HashSet<&str> = named(["qweight", "weight_packed"])
+        .map(|(module, ..)| *module)
+        .collect();
+    let scales = named(["scales", "weight_scale"]).find(|(module, ..)| packed.contains(module));
+    match scales {
+        Some((.., Dtype::BF16)) => Float::Bf16,
+        _ => Float::F16,
+    }
 }
 
 /// Packed words hold eight codes along K.
