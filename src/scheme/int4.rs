@@ -132,6 +132,31 @@ impl<L: Layout> Int4<L> {
     }
 
     /// Reads a tile's pieces, and gives what is wrong with those that depend on the shape alone.
+    /// The rows of a tile that are packed or unpacked together.
+    fn batches(shape: &Shape, tile: &Tile) -> impl Iterator<Item = Range<usize>> {
+        row_steps(tile.begin..tile.end, Self::step(shape).max(L::PACK_ROWS))
+    }
+
+    /// The codes of some rows of a tile, in the given buffers.
+    fn unpack<'a>(
+        &self,
+        level: Level,
+        shape: &Shape,
+        tile: &Tile,
+        rows: Range<usize>,
+        outputs: &[Buffer],
+        (words, scales, zeros): (&'a mut Buffer, &'a mut Buffer, &'a mut Buffer),
+    ) -> RowCodes<'a> {
+        let words = words.take::<u32>(rows.len() * shape.columns / 8);
+        let scales = scales.take::<u16>(rows.len() * shape.groups());
+        let zeros = zeros.take::<u8>(rows.len() * shape.groups());
+        let tile = tile.begin..tile.end;
+        let at = Rows { shape, tile, rows };
+        let codes = RowCodesMut { words, scales, zeros };
+        self.0.unpack(level, &at, outputs, codes);
+        RowCodes { words, scales, zeros }
+    }
+
     fn load_pieces(
         &self,
         shape: &Shape,
@@ -233,7 +258,7 @@ impl<L: Layout> Scheme for Int4<L> {
             sums,
         } = &mut out.scratch;
         let (k, g) = (shape.columns, shape.groups());
-        for batch in row_steps(tile.begin..tile.end, Self::step(shape).max(L::PACK_ROWS)) {
+        for batch in Self::batches(shape, tile) {
             let words = words.take::<u32>(batch.len() * k / 8);
             let scales = scales.take::<u16>(batch.len() * g);
             let zeros = zeros.take::<u8>(batch.len() * g);
@@ -289,39 +314,27 @@ impl<L: Layout> Scheme for Int4<L> {
             zeros,
             sums,
         } = &mut out.scratch;
-        for rows in row_steps(tile.begin..tile.end, Self::step(shape)) {
-            let count = rows.len();
-            let words = words.take::<u32>(count * shape.columns / 8);
-            let scales = scales.take::<u16>(count * shape.groups());
-            let zeros = zeros.take::<u8>(count * shape.groups());
-            let at = Rows {
-                shape,
-                tile: tile.begin..tile.end,
-                rows,
+        let (k, g) = (shape.columns, shape.groups());
+        let measure = match self.0.scale_dtype() {
+            Float::Bf16 => wide::measure,
+            _ => kernel::measure,
+        };
+        for rows in Self::batches(shape, tile) {
+            let batch = rows.clone();
+            let codes = self.unpack(level, shape, tile, rows, &out.outputs, (words, scales, zeros));
+            faults.extend(self.check_groups(shape, batch.start, codes.scales, codes.zeros));
+            let Some(weights) = weights.as_deref_mut() else {
+                continue;
             };
-            self.0
-                .unpack(level, &at, &out.outputs, RowCodesMut { words, scales, zeros });
-            faults.extend(self.check_groups(&at, scales, zeros));
-            if let Some(weights) = weights.as_deref_mut() {
-                let source = source.take::<u8>(count * shape.row_bytes());
-                weights.read((at.rows.start * shape.row_bytes()) as u64, source)?;
-                sums.resize(count, ErrorSums::default());
-                let measure = if self.0.scale_dtype() == Float::Bf16 {
-                    wide::measure
-                } else {
-                    kernel::measure
-                };
-                measure(
-                    level,
-                    shape.dtype,
-                    source,
-                    shape.columns,
-                    shape.group,
-                    words,
-                    scales,
-                    zeros,
-                    sums,
-                );
+            for rows in row_steps(batch.clone(), Self::step(shape)) {
+                let source = source.take::<u8>(rows.len() * shape.row_bytes());
+                weights.read((rows.start * shape.row_bytes()) as u64, source)?;
+                sums.resize(rows.len(), ErrorSums::default());
+                let at = rows.start - batch.start..rows.end - batch.start;
+                let words = &codes.words[at.start * k / 8..at.end * k / 8];
+                let scales = &codes.scales[at.start * g..at.end * g];
+                let zeros = &codes.zeros[at.start * g..at.end * g];
+                measure(level, shape.dtype, source, k, shape.group, words, scales, zeros, sums);
                 fold_rows(sums, &mut stats.blocks);
             }
         }
@@ -344,25 +357,17 @@ impl<L: Layout> Scheme for Int4<L> {
         let Scratch {
             words, scales, zeros, ..
         } = &mut out.scratch;
-        for rows in row_steps(tile.begin..tile.end, Self::step(shape)) {
-            let count = rows.len();
-            let words = words.take::<u32>(count * shape.columns / 8);
-            let scales = scales.take::<u16>(count * shape.groups());
-            let zeros = zeros.take::<u8>(count * shape.groups());
-            let at = Rows {
-                shape,
-                tile: tile.begin..tile.end,
-                rows,
-            };
-            self.0
-                .unpack(level, &at, &out.outputs, RowCodesMut { words, scales, zeros });
-            faults.extend(self.check_groups(&at, scales, zeros));
-            let into = &mut all[at.first() * row_bytes..(at.first() + count) * row_bytes];
-            let decode = if self.0.scale_dtype() == Float::Bf16 {
-                wide::decode
-            } else {
-                kernel::decode
-            };
+        let decode = match self.0.scale_dtype() {
+            Float::Bf16 => wide::decode,
+            _ => kernel::decode,
+        };
+        for rows in Self::batches(shape, tile) {
+            let into = (rows.start - tile.begin) * row_bytes..(rows.end - tile.begin) * row_bytes;
+            let first = rows.start;
+            let RowCodes { words, scales, zeros } =
+                self.unpack(level, shape, tile, rows, &out.outputs, (words, scales, zeros));
+            faults.extend(self.check_groups(shape, first, scales, zeros));
+            let into = &mut all[into];
             decode(level, words, scales, zeros, shape.columns, shape.group, dtype, into);
         }
         // The dense rows become output 0, and its old buffer the scratch of the next tile.
@@ -441,9 +446,10 @@ impl<L: Layout> Scheme for Int4<L> {
 
 impl<L: Layout> Int4<L> {
     /// Scales finite and not negative; a symmetric grid's zero point is 8 everywhere.
-    fn check_groups(&self, at: &Rows, scales: &[u16], zeros: &[u8]) -> Option<StoredFault> {
-        let groups = at.shape.groups();
-        let place = |index: usize| format!("row {}, group {}", at.rows.start + index / groups, index % groups);
+    /// `first_row`: where the scales and zero points begin, for messages.
+    fn check_groups(&self, shape: &Shape, first_row: usize, scales: &[u16], zeros: &[u8]) -> Option<StoredFault> {
+        let groups = shape.groups();
+        let place = |index: usize| format!("row {}, group {}", first_row + index / groups, index % groups);
         let wide = self.0.scale_dtype() == Float::Bf16;
         // All exponent bits set is infinite or NaN; the sign bit alone is -0, which no writer makes.
         let least_bad = if wide { 0x7f80 } else { 0x7c00 };
