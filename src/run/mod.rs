@@ -39,7 +39,7 @@ impl Settings {
         Self {
             threads,
             level: Level::detect(),
-            budget: 32 << 20,
+            budget: (TILE_BYTES * threads).min(MOST_BYTES),
             overwrite: false,
         }
     }
@@ -49,6 +49,12 @@ impl Settings {
         (self.budget / self.threads.max(1)).max(2 << 20)
     }
 }
+
+/// A worker's tile: the runs of one that is part of a tensor are then 32 KiB or more, up to in_features of 4096.
+const TILE_BYTES: usize = 16 << 20;
+
+/// The tiles of many workers.
+const MOST_BYTES: usize = 128 << 20;
 
 /// Dense bytes read, hashed and written at a time: they stay in a core's second-level cache.
 pub(crate) const COPY_STEP: usize = 512 << 10;
