@@ -2,13 +2,13 @@
 //!
 //! The keys of the PyTorch reference come first, as it writes them; the tool's own follow.
 
-use crate::checkpoint::TOOL_MARK;
+use crate::checkpoint::{open_regular, TOOL_MARK};
 use crate::error::{Error, Result};
 use crate::tensor::{ErrorSums, GroupCounts};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
+use std::io::Read;
 use std::path::Path;
 
 /// The value of [`Report::tool`], and what `--overwrite` looks for.
@@ -112,13 +112,15 @@ impl Report {
     /// The report at `path`; `None` where there is none.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::BadJson`] where it is not a report of this tool.
+    /// [`Error::Io`], [`Error::NotAFile`]; [`Error::BadJson`] where it is not a report of this tool.
     pub fn read(path: &Path) -> Result<Option<Report>> {
-        let bytes = match std::fs::read(path) {
-            Ok(bytes) => bytes,
-            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(None),
-            Err(error) => return Err(Error::io(path, "reading")(error)),
+        let mut file = match open_regular(path) {
+            Ok((file, _)) => file,
+            Err(error) if error.is_absence() => return Ok(None),
+            Err(error) => return Err(error),
         };
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).map_err(Error::io(path, "reading"))?;
         let bad = |error: serde_json::Error| Error::BadJson {
             path: path.to_path_buf(),
             why: error.to_string(),
