@@ -113,9 +113,11 @@ fn the_parts_of_a_fused_projection_and_the_tied_head() {
         });
     }
     // A head of its own would count as weights of its own.
-    subject.faulty_anyhow(&[REPORT, "coverage"], |dst| {
-        entry(dst, "lm_head", |tensor| tensor["source"] = "lm_head.weight".into());
-    });
+    for (with_source, says) in [(false, [REPORT, "coverage"]), (true, ["lm_head", "source"])] {
+        subject.faulty(with_source, &says, |dst| {
+            entry(dst, "lm_head", |tensor| tensor["source"] = "lm_head.weight".into());
+        });
+    }
 }
 
 #[test]
