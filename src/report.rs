@@ -5,7 +5,7 @@
 use crate::checkpoint::{open_regular, TOOL_MARK};
 use crate::error::{Error, Result};
 use crate::tensor::{ErrorSums, GroupCounts};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -22,7 +22,9 @@ pub struct Report {
     /// Number of quantized weights.
     pub tensors: usize,
     /// Mean of the finite entries of `per_tensor`, in dB; null where none is finite.
+    #[serde(deserialize_with = "required")]
     pub snr_db_mean: Option<f64>,
+    #[serde(deserialize_with = "required")]
     pub snr_db_min: Option<f64>,
     pub bits_per_weight: f64,
     pub quantized_embedding: bool,
@@ -46,6 +48,7 @@ pub struct Report {
 pub struct TensorReport {
     pub name: String,
     /// Of the stored values against the source, rounded to 0.01 dB; null where nothing was lost.
+    #[serde(deserialize_with = "required")]
     pub snr_db: Option<f64>,
     /// The source's tensor, and the first of its rows: a part of a fused projection begins further down.
     pub source: String,
@@ -65,6 +68,11 @@ pub struct TensorReport {
 pub struct DenseReport {
     pub name: String,
     pub reason: String,
+}
+
+/// A value or null; a key that is not there is an error, where serde would take it for null.
+fn required<'de, D: Deserializer<'de>>(from: D) -> Result<Option<f64>, D::Error> {
+    Option::deserialize(from)
 }
 
 /// Rounds as the reference's `round(snr, 2)`: to the nearest hundredth of the exact value.
