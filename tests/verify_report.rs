@@ -75,6 +75,9 @@ fn every_field_of_a_weights_entry() {
             all.push(again);
         });
     });
+    subject.faulty_anyhow(&[REPORT, "snr_db"], |dst| {
+        entry(dst, &up, |tensor| remove(tensor, "snr_db"))
+    });
     // As wide, so that only the source can tell.
     subject.faulty(true, &[&up, "dtype"], |dst| {
         entry(dst, &up, |tensor| tensor["dtype"] = "float16".into())
@@ -189,6 +192,29 @@ fn uintx_reports_and_metadata() {
     subject.faulty(true, &[CONFIG, "hidden_size is 7"], |dst| {
         config(dst, |config| config["hidden_size"] = 7.into())
     });
+}
+
+#[test]
+fn sources_of_mixed_dtypes_and_metadata_pass() {
+    let write = |src: &Path| {
+        Spark::TINY.write_shards(src, 3);
+        let head = Tensor::random("lm_head.weight", Dtype::F16, &[256, 128]);
+        write_tensors(&src.join("head.safetensors"), &[head]);
+        edit_json(&src.join(INDEX), |index| {
+            index["weight_map"]["lm_head.weight"] = "head.safetensors".into();
+            remove(index, "metadata");
+        });
+        metadata(src, &shard_name(2, 3), |metadata| {
+            *metadata = json!({ "author": "kept", "format": "tf" })
+        });
+    };
+    for args in [
+        &["--quantize-lm-head"][..],
+        &["--quantize-embedding"],
+        &["--qtype", "uint4"],
+    ] {
+        subject_of(write, &[args, &["--max-shard-size", "90KB"]].concat());
+    }
 }
 
 #[test]
