@@ -469,7 +469,12 @@ impl Output {
         for finding in &outcome.findings {
             text += &format!("FAULT {}: {}\n", finding.subject, finding.what);
         }
-        if !self.quiet {
+        // What was not checked is not chatter: it changes what exit code 0 means.
+        if self.quiet {
+            for note in &outcome.notes {
+                let _ = writeln!(std::io::stderr(), "note: {note}");
+            }
+        } else {
             for note in &outcome.notes {
                 text += &format!("note: {note}\n");
             }

@@ -1,6 +1,7 @@
 //! One variant per way an input can be wrong. Each message names the file, the tensor and both numbers, and the way out
 //! where there is one.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -235,6 +236,12 @@ impl Error {
             self,
             Error::Io { .. } | Error::MissingSource { .. } | Error::NotACheckpoint { .. } | Error::NoSafetensors { .. }
         )
+    }
+
+    /// Whether a file could not be opened because nothing is there.
+    pub fn is_absence(&self) -> bool {
+        let absent = |error: &std::io::Error| matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory);
+        matches!(self, Error::Io { source, .. } if absent(source))
     }
 
     /// Attaches the path and what was being done to an I/O error.

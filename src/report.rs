@@ -2,13 +2,13 @@
 //!
 //! The keys of the PyTorch reference come first, as it writes them; the tool's own follow.
 
-use crate::checkpoint::TOOL_MARK;
+use crate::checkpoint::{open_regular, TOOL_MARK};
 use crate::error::{Error, Result};
 use crate::tensor::{ErrorSums, GroupCounts};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
+use std::io::Read;
 use std::path::Path;
 
 /// The value of [`Report::tool`], and what `--overwrite` looks for.
@@ -22,7 +22,9 @@ pub struct Report {
     /// Number of quantized weights.
     pub tensors: usize,
     /// Mean of the finite entries of `per_tensor`, in dB; null where none is finite.
+    #[serde(deserialize_with = "required")]
     pub snr_db_mean: Option<f64>,
+    #[serde(deserialize_with = "required")]
     pub snr_db_min: Option<f64>,
     pub bits_per_weight: f64,
     pub quantized_embedding: bool,
@@ -46,6 +48,7 @@ pub struct Report {
 pub struct TensorReport {
     pub name: String,
     /// Of the stored values against the source, rounded to 0.01 dB; null where nothing was lost.
+    #[serde(deserialize_with = "required")]
     pub snr_db: Option<f64>,
     /// The source's tensor, and the first of its rows: a part of a fused projection begins further down.
     pub source: String,
@@ -65,6 +68,11 @@ pub struct TensorReport {
 pub struct DenseReport {
     pub name: String,
     pub reason: String,
+}
+
+/// A value or null; a key that is not there is an error, where serde would take it for null.
+fn required<'de, D: Deserializer<'de>>(from: D) -> Result<Option<f64>, D::Error> {
+    Option::deserialize(from)
 }
 
 /// Rounds as the reference's `round(snr, 2)`: to the nearest hundredth of the exact value.
@@ -112,13 +120,15 @@ impl Report {
     /// The report at `path`; `None` where there is none.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::BadJson`] where it is not a report of this tool.
+    /// [`Error::Io`], [`Error::NotAFile`]; [`Error::BadJson`] where it is not a report of this tool.
     pub fn read(path: &Path) -> Result<Option<Report>> {
-        let bytes = match std::fs::read(path) {
-            Ok(bytes) => bytes,
-            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(None),
-            Err(error) => return Err(Error::io(path, "reading")(error)),
+        let mut file = match open_regular(path) {
+            Ok((file, _)) => file,
+            Err(error) if error.is_absence() => return Ok(None),
+            Err(error) => return Err(error),
         };
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).map_err(Error::io(path, "reading"))?;
         let bad = |error: serde_json::Error| Error::BadJson {
             path: path.to_path_buf(),
             why: error.to_string(),

@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::subject::*;
 use common::*;
 use safetensors::Dtype;
 use serde_json::{json, Value};
@@ -11,82 +12,6 @@ use std::path::Path;
 
 const UP: &str = "model.layers.0.mlp.up_proj";
 const SUFFIXES: [&str; 4] = ["qweight", "qzeros", "scales", "g_idx"];
-
-/// A quantized tiny checkpoint, copied anew for each fault.
-struct Subject {
-    sandbox: Sandbox,
-    dst: std::path::PathBuf,
-}
-
-impl Subject {
-    fn new(args: &[&str]) -> Self {
-        let sandbox = Sandbox::tiny();
-        sandbox.quantize(&[&["--group", "64", "--quantize-lm-head"], args].concat());
-        let dst = sandbox.path("spoilt");
-        Subject { sandbox, dst }
-    }
-
-    /// Verifies a copy after `spoil`, with the source or without.
-    fn verify(&self, with_source: bool, spoil: impl FnOnce(&Path)) -> Outcome {
-        if self.dst.exists() {
-            fs::remove_dir_all(&self.dst).unwrap();
-        }
-        copy_folder(&self.sandbox.dst(), &self.dst);
-        spoil(&self.dst);
-        let before = tree(self.sandbox.root());
-        let mut args = vec!["--verify".into(), "--dst".into(), self.dst.clone()];
-        if with_source {
-            args.extend(["--src".into(), self.sandbox.src()]);
-        }
-        let outcome = run(args);
-        assert_eq!(tree(self.sandbox.root()), before, "--verify wrote something");
-        outcome
-    }
-
-    /// The fault is found and all of `says` named.
-    #[track_caller]
-    fn faulty(&self, with_source: bool, says: &[&str], spoil: impl FnOnce(&Path)) {
-        let outcome = self.verify(with_source, spoil).expect(1);
-        outcome.says(&[&["FAULT"], says].concat());
-        assert_eq!(outcome.stderr, "", "faults belong on stdout");
-    }
-
-    /// The fault is found with the source and without.
-    #[track_caller]
-    fn faulty_anyhow(&self, says: &[&str], spoil: impl Fn(&Path)) {
-        self.faulty(false, says, &spoil);
-        self.faulty(true, says, &spoil);
-    }
-}
-
-/// Changes one tensor.
-fn edit(name: &str, change: impl Fn(&mut Tensor)) -> impl Fn(&Path) {
-    let name = name.to_string();
-    move |dst| edit_tensors(dst, |tensors| change(named(tensors, &name)))
-}
-
-fn edit_tensors(dst: &Path, change: impl FnOnce(&mut Vec<Tensor>)) {
-    let mut tensors = read_tensors(&dst.join(WEIGHTS));
-    change(&mut tensors);
-    write_tensors(&dst.join(WEIGHTS), &tensors);
-}
-
-/// Makes the report's hashes those of the bytes that are there.
-fn mend_hashes(dst: &Path) {
-    edit_json(&dst.join(REPORT), |report| {
-        for tensor in read_tensors(&dst.join(WEIGHTS)) {
-            report["xxh3_128"][&tensor.name] = hash(&tensor.bytes).into();
-        }
-    });
-}
-
-fn config(dst: &Path, change: impl FnOnce(&mut Value)) {
-    edit_json(&dst.join("config.json"), change);
-}
-
-fn report(dst: &Path, change: impl FnOnce(&mut Value)) {
-    edit_json(&dst.join(REPORT), change);
-}
 
 /// Changes a key of `quantization_config`, in the report's copy too.
 fn config_everywhere(dst: &Path, key: &str, value: Value) {

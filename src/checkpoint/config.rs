@@ -99,8 +99,36 @@ impl Config {
         self.map.insert(key.to_string(), value.into());
     }
 
+    /// Replaces a value at the top level and, where `text_config` has it, there too: readers differ in which they obey.
+    pub fn set_everywhere(&mut self, key: &str, value: impl Into<Value>) {
+        let value = value.into();
+        if let Some(slot) = self.map.get_mut(NESTED).and_then(|nested| nested.get_mut(key)) {
+            *slot = value.clone();
+        }
+        self.set(key, value);
+    }
+
+    pub fn as_map(&self) -> &Map<String, Value> {
+        &self.map
+    }
+
     pub fn into_map(self) -> Map<String, Value> {
         self.map
+    }
+
+    /// A value as the file has it, on one line.
+    pub fn show(value: &Value) -> String {
+        show_literals(&value.to_string())
+    }
+
+    /// Whether two values are one to a reader: floats by value, all else as it is written.
+    pub fn same(a: &Value, b: &Value) -> bool {
+        let float = |value: &Value| {
+            let text = Config::show(value);
+            let is_float = !value.is_string() || value.as_str()?.starts_with('\0');
+            (is_float && text.contains(['.', 'e', 'E'])).then(|| text.parse::<f64>().ok())?
+        };
+        a == b || matches!((float(a), float(b)), (Some(a), Some(b)) if a == b)
     }
 
     /// Takes a top-level key out; the others keep their order.
@@ -234,6 +262,35 @@ mod tests {
             text,
             "{\n  \"a\": 1,\n  \"c\": \"new\",\n  \"d\": 4,\n  \"e\": false\n}"
         );
+    }
+
+    #[test]
+    fn a_key_is_set_at_the_top_and_where_it_is_nested() {
+        let set = |text| {
+            let mut config = parse(text).unwrap();
+            config.set_everywhere("t", false);
+            Value::Object(config.into_map()).to_string()
+        };
+        assert_eq!(
+            set(r#"{"text_config":{"t":true,"a":1}}"#),
+            r#"{"text_config":{"t":false,"a":1},"t":false}"#
+        );
+        assert_eq!(
+            set(r#"{"t":true,"text_config":{"a":1}}"#),
+            r#"{"t":false,"text_config":{"a":1}}"#
+        );
+        assert_eq!(set(r#"{"text_config":null}"#), r#"{"text_config":null,"t":false}"#);
+    }
+
+    #[test]
+    fn floats_are_the_same_by_value_and_all_else_as_written() {
+        let same = |a: &str, b: &str| {
+            let value = |text: &str| parse(&format!("{{\"k\": {text}}}")).unwrap().remove("k").unwrap();
+            Config::same(&value(a), &value(b))
+        };
+        assert!(same("1E5", "100000.0") && same("1.0e-06", "1e-06") && same("NaN", "NaN"));
+        assert!(!same("1e5", "\"1e5\"") && !same("1", "1.5") && !same("1e-5", "1e-6"));
+        assert!(!same("12345678901234567890123", "12345678901234567890124"));
     }
 
     #[test]

@@ -148,7 +148,10 @@ pub fn read_header(path: &Path) -> Result<Header> {
 }
 
 /// Opens a regular file and returns its length in bytes; asks for its kind first, since opening a fifo would hang.
-pub(super) fn open_regular(path: &Path) -> Result<(File, u64)> {
+///
+/// # Errors
+/// [`Error::Io`], [`Error::NotAFile`].
+pub fn open_regular(path: &Path) -> Result<(File, u64)> {
     use std::os::unix::fs::FileTypeExt;
     let kind = std::fs::metadata(path).map_err(Error::io(path, "opening"))?.file_type();
     if !kind.is_file() {

@@ -21,7 +21,7 @@ pub(super) struct Index {
     pub stem: String,
     /// Each shard's path below the folder and its tensors; in natural order of the paths.
     pub shards: Vec<(String, HashSet<String>)>,
-    total_size: Option<Value>,
+    pub total_size: Option<Value>,
 }
 
 #[derive(Deserialize)]

@@ -18,7 +18,7 @@ mod testing;
 
 pub use config::Config;
 pub use destination::{check_destination, check_space, free_bytes, TOOL_MARK};
-pub use header::{encode_header, read_header, writer_order, Header, Metadata, TensorEntry, HEADER_LIMIT};
+pub use header::{encode_header, open_regular, read_header, writer_order, Header, Metadata, TensorEntry, HEADER_LIMIT};
 pub use reader::Reader;
 pub use sidecars::{Sidecar, CONFIG as CONFIG_FILE, DENSE_REPORT as DENSE_REPORT_FILE, REPORT as REPORT_FILE};
 pub use source::{Checkpoint, SourceFile, SourceTensor};

@@ -60,6 +60,8 @@ pub struct Checkpoint {
     pub config: Option<Config>,
     /// Whether an index names the files.
     pub indexed: bool,
+    /// Whether that index gives the tensors' bytes in all, right or wrong.
+    pub index_has_size: bool,
     /// Files to copy as they are, sorted by path. None for a single file.
     pub sidecars: Vec<Sidecar>,
     /// What the user should know although nothing is wrong, one line each.
@@ -101,6 +103,7 @@ impl Checkpoint {
             config: None,
             sidecars: Vec::new(),
             indexed: false,
+            index_has_size: false,
             warnings: Vec::new(),
             by_name: HashMap::new(),
         };
@@ -234,6 +237,7 @@ fn open_folder(folder: &Path) -> Result<Checkpoint> {
     }
     let mut checkpoint = Checkpoint::new(folder.to_path_buf(), stem, files)?;
     checkpoint.indexed = index.is_some();
+    checkpoint.index_has_size = index.as_ref().is_some_and(|index| index.total_size.is_some());
     if let Some(index) = &index {
         let total = checkpoint
             .tensors

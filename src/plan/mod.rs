@@ -34,9 +34,10 @@ mod stored;
 pub use adapter::Adapter;
 pub use dequantize::plan_dequantize;
 pub use metadata::{module_metadata, ModuleMetadata};
-pub use origin::{origin, Origin};
+pub use origin::{fused_set, origin, FusedSet, Origin};
 pub use quantize::plan;
 pub use recognise::{is_packed, stored_config, stored_scheme};
+pub use rules::is_embedding;
 pub use stored::{find_modules, PackedModule};
 
 use crate::checkpoint::{Config, Sidecar};

@@ -52,6 +52,21 @@ pub fn origin(source: &Checkpoint, name: &str) -> Result<Option<Origin>> {
     Ok(None)
 }
 
+/// A fused projection and its parts in the order of their rows.
+pub struct FusedSet {
+    /// `model.layers.0.self_attn.q_k_v_proj`
+    pub whole: String,
+    pub parts: Vec<String>,
+}
+
+/// The fused projection that `module` is a part of where the source has it fused.
+pub fn fused_set(module: &str) -> Option<FusedSet> {
+    let (table, part) = fused_by_part(module)?;
+    let whole = whole_name(module, table, part);
+    let parts = table.parts.iter().map(|part| part_name(&whole, table, part)).collect();
+    Some(FusedSet { whole, parts })
+}
+
 /// Rows of q, k and v in a fused weight or bias: q = num_attention_heads * head_dim, k = v = num_key_value_heads *
 /// head_dim.
 ///

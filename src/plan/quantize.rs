@@ -145,7 +145,7 @@ fn assemble(
         lm_head: quantized_lm_head,
     };
     if quantized_lm_head {
-        config.set("tie_word_embeddings", false);
+        config.set_everywhere("tie_word_embeddings", false);
     }
     config.set("quantization_config", scheme.config(group, &context));
     Ok(Plan {

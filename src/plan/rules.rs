@@ -141,7 +141,7 @@ pub(super) fn fused_by_part(module: &str) -> Option<(&'static Fused, usize)> {
 }
 
 /// Whether the module is the decoder's token embedding.
-pub(super) fn is_embedding(module: &str) -> bool {
+pub fn is_embedding(module: &str) -> bool {
     DECODERS.iter().any(|decoder| {
         module
             .strip_prefix(decoder)

@@ -1,22 +1,34 @@
-//! Structure: modules complete, origins found, names and totals as the report has them.
+//! Structure: modules complete, origins found; and the SNRs of what is stored.
 
 use super::Outcome;
-use crate::checkpoint::{Checkpoint, SourceTensor, REPORT_FILE};
+use crate::checkpoint::{Checkpoint, SourceTensor};
 use crate::error::Result;
 use crate::plan::{
     find_modules, is_packed, module_metadata, origin, ModuleMetadata, Origin, PackedModule, SourceRange,
 };
-use crate::report::{self, Report, TensorReport};
+use crate::report::{self, Report};
 use crate::scheme::Recognised;
 use crate::tensor::{ErrorSums, Float};
-use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Mutex;
+
+pub(super) const HEAD: &str = "lm_head";
 
 /// A complete packed module and the weights that it was made from.
 pub(super) struct Stack<'a> {
     pub module: PackedModule<'a>,
     pub source: Option<SourceRange>,
+    pub origin: Option<Origin>,
+}
+
+impl Stack<'_> {
+    /// As a report names the module.
+    pub fn report_name(&self) -> String {
+        match self.module.name.as_str() {
+            HEAD => HEAD.to_string(),
+            name => format!("{name}.weight"),
+        }
+    }
 }
 
 pub(super) struct Check<'a> {
@@ -127,7 +139,8 @@ impl<'a> Check<'a> {
                     continue;
                 }
             }
-            self.stacks.push(Stack { module, source });
+            let origin = from.map(|(origin, ..)| origin);
+            self.stacks.push(Stack { module, source, origin });
         }
         for tensor in &self.checkpoint.tensors {
             if used.contains(tensor.name.as_str()) {
@@ -156,17 +169,6 @@ impl<'a> Check<'a> {
         }
         self.source_is_covered(&covered, outcome);
         outcome.modules = self.stacks.len();
-        let tied = self
-            .checkpoint
-            .config
-            .as_ref()
-            .and_then(|config| config.bool("tie_word_embeddings"));
-        if tied == Some(true) && self.stacks.iter().any(|stack| stack.module.name == "lm_head") {
-            outcome.find(
-                "config.json",
-                "tie_word_embeddings is true, so readers would not load the quantized lm_head",
-            );
-        }
         Ok(())
     }
 
@@ -227,80 +229,6 @@ impl<'a> Check<'a> {
         Some(rows_of(source, &from))
     }
 
-    /// Names, shapes and totals that the report repeats.
-    pub fn against_report(&self, outcome: &mut Outcome) {
-        let Some(report) = self.report else { return };
-        for name in report.xxh3_128.keys() {
-            if self.checkpoint.tensor(name).is_none() {
-                outcome.find(name, "is in the report and missing here");
-            }
-        }
-        for tensor in &self.checkpoint.tensors {
-            if !report.xxh3_128.contains_key(&tensor.name) {
-                outcome.find(&tensor.name, "is here and not in the report");
-            }
-        }
-        let stored: BTreeMap<&str, &Stack> = self
-            .stacks
-            .iter()
-            .map(|stack| (stack.module.name.as_str(), stack))
-            .collect();
-        for tensor in &report.per_tensor {
-            if let Some(stack) = stored.get(module_of(&tensor.name)) {
-                let shape = [stack.module.shape.rows, stack.module.shape.columns];
-                if tensor.shape != shape || tensor.group != stack.module.shape.group {
-                    let what = format!(
-                        "is {shape:?} in groups of {}, the report says {:?} in groups of {}",
-                        stack.module.shape.group, tensor.shape, tensor.group
-                    );
-                    outcome.find(&tensor.name, what);
-                }
-            }
-        }
-        for stack in &self.stacks {
-            if !report
-                .per_tensor
-                .iter()
-                .any(|tensor| module_of(&tensor.name) == stack.module.name)
-            {
-                outcome.find(&stack.module.name, "is quantized here and not in the report");
-            }
-        }
-        self.report_totals(report, stored.contains_key("lm_head"), outcome);
-    }
-
-    /// What the report says of the whole, against its own tensors and what config.json names.
-    fn report_totals(&self, report: &Report, has_head: bool, outcome: &mut Outcome) {
-        let (mean, min) = report::summarise(report.per_tensor.iter().map(|tensor| tensor.snr_db));
-        let sum = |count: fn(&TensorReport) -> u64| report.per_tensor.iter().map(count).sum::<u64>();
-        let scheme = self.scheme.scheme.as_ref();
-        let totals = [
-            ("group", json!(report.group), json!(self.scheme.group)),
-            ("qtype", json!(report.qtype), json!(scheme.qtype().to_string())),
-            ("layout", json!(report.layout), json!(scheme.layout())),
-            ("symmetric", json!(report.symmetric), json!(scheme.symmetric())),
-            ("tensors", json!(report.tensors), json!(report.per_tensor.len())),
-            ("snr_db_mean", json!(report.snr_db_mean), json!(mean)),
-            ("snr_db_min", json!(report.snr_db_min), json!(min)),
-            (
-                "zero_groups",
-                json!(report.zero_groups),
-                json!(sum(|tensor| tensor.zero_groups)),
-            ),
-            (
-                "underflowed_groups",
-                json!(report.underflowed_groups),
-                json!(sum(|tensor| tensor.underflowed_groups)),
-            ),
-            ("quantized_lm_head", json!(report.quantized_lm_head), json!(has_head)),
-        ];
-        for (key, said, is) in totals {
-            if said != is {
-                outcome.find(REPORT_FILE, format!("{key} is {said}, and should be {is}"));
-            }
-        }
-    }
-
     /// Folds the sums and compares the SNRs with the report's.
     pub fn figures(&self, min_snr: Option<f64>, outcome: &mut Outcome) {
         let reported: HashMap<&str, Option<f64>> = self
@@ -320,11 +248,7 @@ impl<'a> Check<'a> {
                 .for_each(|&block| total += block);
             let snr = report::snr_db(total);
             let text = |snr: Option<f64>| snr.map_or("without loss".to_string(), |snr| format!("{snr} dB"));
-            let name = if stack.module.name == "lm_head" {
-                stack.module.name.clone()
-            } else {
-                format!("{}.weight", stack.module.name)
-            };
+            let name = stack.report_name();
             if let Some(&said) = reported.get(stack.module.name.as_str()) {
                 if said != snr {
                     let what = format!(
@@ -357,6 +281,6 @@ fn rows_of(tensor: &SourceTensor, origin: &Origin) -> SourceRange {
 }
 
 /// The module behind a name of the report: `x.weight` -> `x`, `lm_head` -> `lm_head`.
-fn module_of(name: &str) -> &str {
+pub(super) fn module_of(name: &str) -> &str {
     name.strip_suffix(".weight").unwrap_or(name)
 }

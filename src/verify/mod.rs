@@ -3,6 +3,8 @@
 
 mod bytes;
 mod check;
+mod report;
+mod source;
 
 use crate::checkpoint::{Checkpoint, REPORT_FILE};
 use crate::error::{Error, Result};
@@ -62,6 +64,11 @@ pub struct Against<'a> {
 pub fn verify(dst: &Path, against: Against, settings: &Settings, watch: &dyn Watch) -> Result<Outcome> {
     let source = against.src.map(Checkpoint::open).transpose()?;
     let mut outcome = Outcome::default();
+    // One file cannot say how it was quantized.
+    if dst.metadata().is_ok_and(|metadata| !metadata.is_dir()) {
+        let path = dst.to_path_buf();
+        return Err(Error::DestinationIsFile { path });
+    }
     let checkpoint = match Checkpoint::open(dst) {
         Ok(checkpoint) => checkpoint,
         Err(error) if error.is_about_contents() => {
@@ -78,6 +85,7 @@ pub fn verify(dst: &Path, against: Against, settings: &Settings, watch: &dyn Wat
     let mut check = Check::new(&checkpoint, source.as_ref(), report.as_ref(), recognised);
     check.structure(&mut outcome)?;
     check.against_report(&mut outcome);
+    check.against_source(watch, &mut outcome)?;
     check.bytes(settings, watch, &mut outcome)?;
     check.figures(against.min_snr, &mut outcome);
     outcome.findings.sort();
@@ -101,6 +109,20 @@ impl Outcome {
                 format!("is missing, and {} files need it", checkpoint.files.len()),
             );
         }
+        if report.is_some() && checkpoint.indexed && !checkpoint.index_has_size {
+            let index = format!("{}.safetensors.index.json", checkpoint.stem);
+            self.find(index, "has no metadata.total_size");
+        }
+    }
+
+    /// A fault where this tool's report vouches for what was written, else a note: other tools may have had reasons.
+    fn differs(&mut self, ours: bool, subject: impl ToString, what: impl ToString) {
+        match ours {
+            true => self.find(subject, what),
+            false => self
+                .notes
+                .push(format!("{}: {}", subject.to_string(), what.to_string())),
+        }
     }
 
     fn find(&mut self, subject: impl ToString, what: impl ToString) {
@@ -119,7 +141,7 @@ fn read_report(dst: &Path, outcome: &mut Outcome) -> Result<Option<Report>> {
             let note = format!("no {REPORT_FILE}: hashes and reported SNRs are not checked");
             outcome.notes.push(note);
         }
-        Err(error @ Error::BadJson { .. }) => outcome.find(REPORT_FILE, error),
+        Err(error @ (Error::BadJson { .. } | Error::NotAFile { .. })) => outcome.find(REPORT_FILE, error),
         Err(error) => return Err(error),
     }
     Ok(None)

@@ -3,6 +3,8 @@
 // Each test file is a crate of its own and uses a part of this.
 #![allow(dead_code)]
 
+pub mod subject;
+
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{json, Map, Value};
