@@ -4,10 +4,11 @@ use crate::checkpoint::{check_destination, free_bytes, Checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::Level;
 use crate::plan::{plan, plan_dequantize, Adapter, Plan, Request, Work};
-use crate::progress::{listen_for_signals, Progress};
+use crate::progress::Progress;
 use crate::report::{DenseSummary, Report};
 use crate::run::{dequantize, quantize, Settings};
 use crate::scheme::{QType, ALL_LAYOUTS};
+use crate::signals;
 use crate::tensor::Float;
 use crate::verify::{verify, Against, Outcome};
 use clap::{Parser, ValueEnum};
@@ -199,7 +200,7 @@ fn parse_size(text: &str) -> Result<u64, String> {
 /// # Errors
 /// All that is not a verification fault.
 pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
-    listen_for_signals();
+    signals::listen();
     let output = Output {
         json: args.json,
         quiet: args.quiet,
