@@ -231,7 +231,7 @@ pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
         let progress = Progress::new(dense_bytes(&plan), "decoding", args.quiet);
         let done = dequantize(&plan, &source, dst, &args.settings()?, &progress);
         progress.finish();
-        output.summary(&done?, dst)?;
+        output.summary(&plan, &done?, dst)?;
         return Ok(ExitCode::SUCCESS);
     }
     let progress = Progress::new(plan.source_bytes, "quantizing", args.quiet);
@@ -379,7 +379,7 @@ impl Output {
         self.print(&text)
     }
 
-    fn summary(self, summary: &DenseSummary, dst: &Path) -> Result<()> {
+    fn summary(self, plan: &Plan, summary: &DenseSummary, dst: &Path) -> Result<()> {
         if self.json {
             return self.document(summary);
         }
@@ -392,7 +392,7 @@ impl Output {
             summary.decoded.len(),
             summary.qtype,
             summary.layout,
-            summary.files,
+            plan.files.len(),
             summary.bytes
         ))
     }
@@ -434,7 +434,7 @@ impl Output {
         );
         text += &files_text(plan);
         if let Some(free) = free {
-            text += &format!("  free       {free} bytes at --dst, {} needed\n", plan.output_bytes());
+            text += &format!("  free       {free} bytes at --dst, {} needed\n", plan.disk_bytes());
         }
         self.print(&text)
     }
