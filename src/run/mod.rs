@@ -183,6 +183,7 @@ fn execute<R: Serialize>(
     if watch.cancelled() {
         return Err(Error::Interrupted);
     }
+    source.check_unchanged()?;
     staging.commit()?;
     Ok(report)
 }
