@@ -4,10 +4,11 @@ use crate::checkpoint::{check_destination, free_bytes, Checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::Level;
 use crate::plan::{plan, plan_dequantize, Adapter, Plan, Request, Work};
-use crate::progress::{listen_for_signals, Progress};
+use crate::progress::Progress;
 use crate::report::{DenseSummary, Report};
 use crate::run::{dequantize, quantize, Settings};
 use crate::scheme::{QType, ALL_LAYOUTS};
+use crate::signals;
 use crate::tensor::Float;
 use crate::verify::{verify, Against, Outcome};
 use clap::{Parser, ValueEnum};
@@ -202,7 +203,7 @@ fn parse_size(text: &str) -> Result<u64, String> {
 /// # Errors
 /// All that is not a verification fault.
 pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
-    listen_for_signals();
+    signals::listen();
     let output = Output {
         json: args.json,
         quiet: args.quiet,
@@ -234,7 +235,7 @@ pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
         let progress = Progress::new(dense_bytes(&plan), "decoding", args.quiet);
         let done = dequantize(&plan, &source, dst, &args.settings()?, &progress);
         progress.finish();
-        output.summary(&done?, dst)?;
+        output.summary(&plan, &done?, dst)?;
         return Ok(ExitCode::SUCCESS);
     }
     let progress = Progress::new(plan.source_bytes, "quantizing", args.quiet);
@@ -401,7 +402,7 @@ impl Output {
         self.print(&text)
     }
 
-    fn summary(self, summary: &DenseSummary, dst: &Path) -> Result<()> {
+    fn summary(self, plan: &Plan, summary: &DenseSummary, dst: &Path) -> Result<()> {
         if self.json {
             return self.document(summary);
         }
@@ -414,7 +415,7 @@ impl Output {
             summary.decoded.len(),
             summary.qtype,
             summary.layout,
-            summary.files,
+            plan.files.len(),
             summary.bytes
         ))
     }
@@ -456,7 +457,7 @@ impl Output {
         );
         text += &files_text(plan);
         if let Some(free) = free {
-            text += &format!("  free       {free} bytes at --dst, {} needed\n", plan.output_bytes());
+            text += &format!("  free       {free} bytes at --dst, {} needed\n", plan.disk_bytes());
         }
         self.print(&text)
     }

@@ -136,25 +136,36 @@ pub enum Error {
     TrailingBytes { path: PathBuf, end: u64, have: u64 },
     #[error("{}: was {before} bytes when it was first looked at and is {now} now; something is writing to it", path.display())]
     SourceChanged { path: PathBuf, before: u64, now: u64 },
+    #[error("{}: was written to while the run read it; what is right of its output cannot be told", path.display())]
+    SourceRewritten { path: PathBuf },
 
     // --- config.json and other JSON
     #[error("{}: not valid JSON: {why}", path.display())]
     BadJson { path: PathBuf, why: String },
     #[error("{}: not a JSON object", path.display())]
     NotAnObject { path: PathBuf },
-    #[error("{tensor}: splitting it needs {key} in config.json{}", hint.as_deref().map(|h| format!(" ({h})")).unwrap_or_default())]
+    #[error("{}: {tensor}: splitting it needs {key} in config.json{}", path.display(), hint.as_deref().map(|h| format!(" ({h})")).unwrap_or_default())]
     ConfigKeyMissing {
+        path: PathBuf,
         tensor: String,
         key: &'static str,
         hint: Option<String>,
     },
-    #[error("{tensor}: {rows} rows, but config.json says q {q} + k {kv} + v {kv} = {total}; --fused-qkv keep leaves it whole")]
+    #[error("{}: {tensor}: {key} is {value}, not a count that a model can have; --fused-qkv keep leaves it whole", path.display())]
+    ConfigKeyNoCount {
+        path: PathBuf,
+        tensor: String,
+        key: &'static str,
+        value: String,
+    },
+    #[error("{}: {tensor}: {rows} rows, but config.json says q {q} + k {kv} + v {kv} = {total}; --fused-qkv keep leaves it whole", path.display())]
     FusedRows {
+        path: PathBuf,
         tensor: String,
         rows: usize,
-        q: usize,
-        kv: usize,
-        total: usize,
+        q: u64,
+        kv: u64,
+        total: u64,
     },
 
     // --- the request
@@ -184,8 +195,14 @@ pub enum Error {
     HeadStaysDense { reason: String },
     #[error("--quantize-embedding: this checkpoint has no embedding table that is known by name")]
     NoEmbedding,
-    #[error("{tensor}: the source has a tensor of this name already, and the output needs it for {module}")]
-    NameTaken { tensor: String, module: String },
+    #[error("{}: {tensor}: the source has a tensor of this name already, and the output needs it for {module}", path.display())]
+    NameTaken {
+        path: PathBuf,
+        tensor: String,
+        module: String,
+    },
+    #[error("{file}: its header would have {header} bytes, more than the format's limit of {limit}; a smaller --max-shard-size makes more files")]
+    OutputHeaderOverLimit { file: String, header: u64, limit: u64 },
 
     // --- the destination
     #[error("{}: not empty; --overwrite replaces a checkpoint that this tool wrote", path.display())]
@@ -204,6 +221,8 @@ pub enum Error {
     DiskTooSmall { path: PathBuf, needed: u64, free: u64 },
     #[error("{}: {written} of its {len} bytes were written; this is a fault of the tool", path.display())]
     IncompleteOutput { path: PathBuf, written: u64, len: u64 },
+    #[error("{}: removed or changed by something else before the run was done; nothing was written to --dst", path.display())]
+    OutputVanished { path: PathBuf },
     #[error("interrupted; nothing was written to --dst")]
     Interrupted,
 

@@ -4,7 +4,7 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | `main.rs`, `cli`, `progress` | text in, text out; exit codes |
+//! | `main.rs`, `cli`, `progress`, `signals` | text in, text out; exit codes; Ctrl-C |
 //! | [`run`], [`verify`] | carry a plan out; decode what was written and compare |
 //! | [`pool`] | workers over an ordered list of tasks |
 //! | [`plan`] | request + headers -> [`plan::Plan`], a pure value: rules, fused splits, shards, offsets |
@@ -28,5 +28,6 @@ pub mod progress;
 pub mod report;
 pub mod run;
 pub mod scheme;
+pub mod signals;
 pub mod tensor;
 pub mod verify;

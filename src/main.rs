@@ -9,8 +9,8 @@ fn main() -> ExitCode {
     match spark_quant::cli::main(&args) {
         Ok(code) => code,
         Err(error) => {
-            // A closed stderr leaves nobody to tell.
-            let _ = writeln!(std::io::stderr(), "error: {error:#}");
+            // Each message has its cause in it, so the chain is left out. A closed stderr leaves nobody to tell.
+            let _ = writeln!(std::io::stderr(), "error: {error}");
             ExitCode::from(2)
         }
     }

@@ -1,17 +1,9 @@
-//! The progress bar: bytes, rate and time left on a terminal, nothing elsewhere; and the flag that Ctrl-C raises.
+//! The progress bar: bytes, rate and time left on a terminal, nothing elsewhere.
 
 use crate::pool::Watch;
+use crate::signals;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
-use std::sync::atomic::{AtomicBool, Ordering};
-
-static CANCELLED: AtomicBool = AtomicBool::new(false);
-
-/// Makes SIGINT, SIGTERM and SIGHUP raise the flag that [`Watch::cancelled`] reads.
-pub fn listen_for_signals() {
-    // A second handler is refused; the first one is the same.
-    let _ = ctrlc::set_handler(|| CANCELLED.store(true, Ordering::Relaxed));
-}
 
 pub struct Progress {
     bar: ProgressBar,
@@ -46,6 +38,6 @@ impl Watch for Progress {
     }
 
     fn cancelled(&self) -> bool {
-        CANCELLED.load(Ordering::Relaxed)
+        signals::cancelled()
     }
 }

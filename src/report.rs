@@ -40,6 +40,9 @@ pub struct Report {
     pub coverage: f64,
     pub quantization_config: Map<String, Value>,
     pub dense: Vec<DenseReport>,
+    /// Every file of the output, this one too, sorted: `--overwrite` removes no other. None in reports of old versions.
+    #[serde(default)]
+    pub files: Vec<String>,
     /// XXH3-128 of each stored tensor's bytes, as 32 hex digits.
     pub xxh3_128: BTreeMap<String, String>,
 }
@@ -112,7 +115,8 @@ pub struct DenseSummary {
     pub group: usize,
     /// Names of the weights that were decoded.
     pub decoded: Vec<String>,
-    pub files: usize,
+    /// As [`Report::files`].
+    pub files: Vec<String>,
     pub bytes: u64,
 }
 

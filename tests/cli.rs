@@ -605,10 +605,10 @@ fn parents_are_made_and_an_empty_folder_is_used() {
 fn overwrite_replaces_what_this_tool_wrote() {
     let sandbox = Sandbox::tiny();
     sandbox.quantize(&[]);
-    fs::write(sandbox.dst().join("from the old one"), "").unwrap();
+    fs::remove_file(sandbox.src().join("tokenizer.json")).unwrap();
     sandbox.quantize(&["--asym", "--overwrite"]);
     assert_eq!(sandbox.config()["quantization_config"]["sym"], false);
-    assert!(!sandbox.dst().join("from the old one").exists());
+    assert!(!sandbox.dst().join("tokenizer.json").exists());
     assert_eq!(names(sandbox.root()), ["dst", "src"], "no sibling is left");
     sandbox.verify(&[]).expect(0);
 }

@@ -14,7 +14,7 @@ const LAYERS: &[&[&str]] = &[
     &["pool"],
     &["run"],
     &["verify"],
-    &["progress"],
+    &["progress", "signals"],
     &["cli"],
     &["main"],
 ];

@@ -221,7 +221,20 @@ fn config_that_cannot_be_used() {
             config["num_attention_heads"] = 3.into()
         })
     };
-    refused(heads, &[QKV, "256 rows", "q 192", "320", "--fused-qkv keep"]);
+    refused(
+        heads,
+        &["config.json", QKV, "256 rows", "q 192", "320", "--fused-qkv keep"],
+    );
+    for (key, value, shown) in [
+        ("num_attention_heads", json!(4.0), "4.0"),
+        ("num_attention_heads", json!(-4), "-4"),
+        ("num_attention_heads", json!("4"), "\"4\""),
+        ("num_key_value_heads", json!(2.5), "2.5"),
+        ("head_dim", json!(u64::MAX), "18446744073709551615"),
+    ] {
+        let spoil = |src: &Path| edit_json(&src.join("config.json"), |config| config[key] = value);
+        refused(spoil, &["config.json", QKV, &format!("{key} is {shown}, not a count")]);
+    }
     refused(
         |src| fs::remove_file(src.join("config.json")).unwrap(),
         &[QKV, "num_attention_heads", "has none"],
@@ -351,7 +364,7 @@ fn a_name_that_the_output_needs() {
     };
     refused(
         spoil,
-        &["model.layers.0.mlp.up_proj.g_idx", "model.layers.0.mlp.up_proj"],
+        &["src", "model.layers.0.mlp.up_proj.g_idx", "model.layers.0.mlp.up_proj"],
     );
 }
 

@@ -375,6 +375,8 @@ fn an_adapter_chooses_the_modules() {
         .says(&["adapter.safetensors", "proj_out"]);
     write(&["proj_in.alpha"]);
     source.run(&dst, &args).expect(2).says(&["names no module"]);
+    write(&["proj_in.lora_A.weight", ".lora_A.weight"]);
+    source.run(&dst, &args).expect(2).says(&["\".lora_A.weight\""]);
     write(&["proj_in.lora_A.weight"]);
     source
         .run(&dst, &["--ara", adapter.to_str().unwrap()])

@@ -72,6 +72,14 @@ impl Config {
         self.get(key).and_then(count).or_else(nested)
     }
 
+    /// What [`Config::usize`] finds or fails to read, as it was written; `None` where it is not there or null.
+    pub fn shown(&self, key: &str) -> Option<String> {
+        let there = |value: &&Value| !value.is_null();
+        let nested = || self.get(NESTED)?.get(key).filter(there);
+        let value = self.get(key).filter(there).or_else(nested)?;
+        Some(show_literals(&value.to_string()))
+    }
+
     /// A flag at the top level or, where it is not there, in `text_config`.
     pub fn bool(&self, key: &str) -> Option<bool> {
         let nested = || self.get(NESTED)?.get(key)?.as_bool();

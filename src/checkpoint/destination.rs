@@ -1,5 +1,6 @@
 //! Where a checkpoint may be written: what is there already, and whether there is room.
 
+use std::collections::HashSet;
 use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
@@ -120,10 +121,39 @@ fn foreign(folder: &Path) -> Result<Option<String>> {
         .map_err(Error::io(&path, "reading"))?;
     let report: Option<Value> = serde_json::from_slice(&bytes).ok();
     Ok(match report.as_ref().and_then(|report| report.get("tool")?.as_str()) {
-        Some(tool) if tool.starts_with(TOOL_MARK) => None,
+        Some(tool) if tool.starts_with(TOOL_MARK) => strangers(folder, report.as_ref(), name)?,
         Some(tool) => Some(format!("a {name} of {tool:?}")),
         None => Some(format!("a {name} that does not name its tool")),
     })
+}
+
+/// The files that the report does not name. A folder that holds none is no loss.
+fn strangers(folder: &Path, report: Option<&Value>, name: &str) -> Result<Option<String>> {
+    let Some(Value::Array(files)) = report.and_then(|report| report.get("files")) else {
+        return Ok(Some(format!("a {name} that does not list the files that were written")));
+    };
+    let known: HashSet<&str> = files.iter().filter_map(Value::as_str).collect();
+    let (mut found, mut folders) = (Vec::new(), vec![folder.to_path_buf()]);
+    while let Some(at) = folders.pop() {
+        for entry in std::fs::read_dir(&at).map_err(Error::io(&at, "listing"))? {
+            let entry = entry.map_err(Error::io(&at, "listing"))?;
+            let path = entry.path();
+            if entry.file_type().map_err(Error::io(&path, "opening"))?.is_dir() {
+                folders.push(path);
+                continue;
+            }
+            // As in the report, where a name that is not UTF-8 cannot be written.
+            let relative = path.strip_prefix(folder).unwrap_or(&path).to_string_lossy();
+            if !known.contains(relative.as_ref()) {
+                found.push(relative.into_owned());
+            }
+        }
+    }
+    found.sort();
+    Ok(found.first().map(|first| match found.len() {
+        1 => format!("{first}, which this tool did not write"),
+        count => format!("{count} files that this tool did not write, {first} first"),
+    }))
 }
 
 /// A mount point (a container's volume, say) cannot be renamed over, not even an empty one.

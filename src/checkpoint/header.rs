@@ -6,6 +6,7 @@ use std::fmt;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
+use std::time::SystemTime;
 
 use safetensors::tensor::TensorInfo;
 use serde::de::{DeserializeSeed, MapAccess, Visitor};
@@ -46,6 +47,8 @@ pub struct Header {
     pub data_start: u64,
     /// Bytes of the whole file.
     pub file_len: u64,
+    /// When the file was last written to, as of before it was read.
+    pub modified: SystemTime,
 }
 
 /// `__metadata__`: strings by name, in the order of the file.
@@ -99,6 +102,10 @@ impl Serialize for Metadata {
 /// One variant per way a file can be wrong: see the "safetensors headers" part of [`Error`].
 pub fn read_header(path: &Path) -> Result<Header> {
     let (mut file, file_len) = open_regular(path)?;
+    let modified = file
+        .metadata()
+        .and_then(|file| file.modified())
+        .map_err(Error::io(path, "reading its time"))?;
     if file_len < LENGTH_BYTES {
         return Err(Error::FileTooShort {
             path: path.to_path_buf(),
@@ -144,6 +151,7 @@ pub fn read_header(path: &Path) -> Result<Header> {
         tensors,
         data_start,
         file_len,
+        modified,
     })
 }
 

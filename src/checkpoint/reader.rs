@@ -75,6 +75,7 @@ mod tests {
                 path,
                 name: name.into(),
                 len: bytes.len() as u64,
+                modified: std::time::SystemTime::UNIX_EPOCH,
                 data_start: 0,
                 metadata: Metadata::default(),
             }

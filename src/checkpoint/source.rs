@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use super::config::Config;
 use super::header::{read_header, Header, Metadata};
@@ -23,6 +24,8 @@ pub struct SourceFile {
     pub name: String,
     /// Bytes of the whole file when its header was read.
     pub len: u64,
+    /// When it was last written to, as of then.
+    pub modified: SystemTime,
     /// Bytes before the data section.
     pub data_start: u64,
     pub metadata: Metadata,
@@ -112,6 +115,7 @@ impl Checkpoint {
                 path,
                 name,
                 len: header.file_len,
+                modified: header.modified,
                 data_start: header.data_start,
                 metadata: header.metadata,
             });
@@ -141,6 +145,30 @@ impl Checkpoint {
             }
         }
         Ok(checkpoint)
+    }
+
+    /// Whether the files are as they were when their headers were read. Not by inode: some file systems number a file
+    /// anew, and one that was replaced has another length or time.
+    ///
+    /// # Errors
+    /// [`Error::SourceChanged`], [`Error::SourceRewritten`], [`Error::Io`].
+    pub fn check_unchanged(&self) -> Result<()> {
+        for file in &self.files {
+            let path = || file.path.clone();
+            let now = std::fs::metadata(&file.path).map_err(Error::io(&file.path, "looking at it again"))?;
+            if now.len() != file.len {
+                return Err(Error::SourceChanged {
+                    path: path(),
+                    before: file.len,
+                    now: now.len(),
+                });
+            }
+            let modified = now.modified().map_err(Error::io(&file.path, "reading its time"))?;
+            if modified != file.modified {
+                return Err(Error::SourceRewritten { path: path() });
+            }
+        }
+        Ok(())
     }
 
     /// Where a tensor is in [`Checkpoint::tensors`].

@@ -6,15 +6,17 @@ use std::io::{self, ErrorKind, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Component, Path, PathBuf};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{fallocate, flock, FallocateFlags, FlockOperation, RenameFlags, CWD};
 use rustix::io::{retry_on_intr, Errno};
 use tempfile::TempDir;
+use twox_hash::XxHash3_128;
 
 use super::destination::{check_space, inspect, resolve, Existing};
 use super::header::open_regular;
+use super::outfile::{vanished, Handles, OutFile};
 use super::sidecars::Sidecar;
 use crate::error::{Error, Result};
 
@@ -25,6 +27,9 @@ const MARK: &str = ".spark-quant-";
 const ASIDE_MARK: &str = ".replaced-by-spark-quant-";
 
 const RANDOM_CHARS: usize = 6;
+
+/// A longer destination's name is cut in the hidden names: they have about 30 bytes more, and 255 are allowed in all.
+const LONG_NAME: usize = 200;
 
 /// Files are flushed by this many threads: a flush mostly waits.
 const FLUSH_THREADS: usize = 4;
@@ -38,8 +43,11 @@ pub struct Staging {
     target: PathBuf,
     overwrite: bool,
     outputs: Mutex<Vec<Arc<OutFile>>>,
+    handles: Arc<Handles>,
+    /// Every file that was made, with its length.
+    made: Mutex<Vec<(PathBuf, u64)>>,
     /// Held while the run lives: tells its folder from one that a killed run left. `None` where there are no locks.
-    _lock: Option<File>,
+    lock: Option<File>,
 }
 
 impl Staging {
@@ -61,7 +69,9 @@ impl Staging {
             parents,
             overwrite,
             outputs: Mutex::default(),
-            _lock: lock,
+            handles: Arc::default(),
+            made: Mutex::default(),
+            lock,
             target,
         })
     }
@@ -77,17 +87,13 @@ impl Staging {
     /// [`Error::DiskTooSmall`], [`Error::Io`].
     pub fn create_file(&self, name: impl AsRef<Path>, len: u64) -> Result<Arc<OutFile>> {
         let (path, file) = self.create_new(name.as_ref())?;
+        // Asked first: some file systems fill the disk before they say that it is too small.
+        check_space(&self.target.join(name.as_ref()), len)?;
         reserve(&path, &file, len)?;
-        let out = Arc::new(OutFile {
-            path,
-            file,
-            len,
-            written: AtomicU64::new(0),
-        });
-        self.outputs
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(out.clone());
+        self.note(&path, len);
+        let mut outputs = locked(&self.outputs);
+        let out = Arc::new(OutFile::new(path, file, len, outputs.len(), &self.handles)?);
+        outputs.push(out.clone());
         Ok(out)
     }
 
@@ -97,7 +103,9 @@ impl Staging {
     /// [`Error::Io`].
     pub fn write_file(&self, name: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
         let (path, mut file) = self.create_new(name.as_ref())?;
-        file.write_all(bytes).map_err(Error::io(&path, "writing"))
+        file.write_all(bytes).map_err(Error::io(&path, "writing"))?;
+        self.note(&path, bytes.len() as u64);
+        Ok(())
     }
 
     /// Copies the bytes, not the mode: that follows the umask.
@@ -116,7 +124,10 @@ impl Staging {
         }
         let (path, mut to) = self.create_new(&sidecar.relative)?;
         match io::copy(&mut from, &mut to).map_err(Error::io(&path, "copying"))? {
-            copied if copied == len => Ok(()),
+            copied if copied == len => {
+                self.note(&path, len);
+                Ok(())
+            }
             copied => Err(changed(copied)),
         }
     }
@@ -135,20 +146,15 @@ impl Staging {
     /// Flushes every file and folder to disk, then renames the whole into place in one step.
     ///
     /// # Errors
-    /// [`Error::IncompleteOutput`] if a file was not written in full, [`Error::Io`], and what became of `dst` since
-    /// [`Staging::create`]. `dst` is then as it was before.
+    /// [`Error::IncompleteOutput`] if a file was not written in full, [`Error::OutputVanished`] if one is gone,
+    /// [`Error::Io`], and what became of `dst` since [`Staging::create`]. `dst` is then as it was before.
     pub fn commit(mut self) -> Result<()> {
-        for out in self.outputs.get_mut().unwrap_or_else(PoisonError::into_inner) {
-            let written = out.written.load(Ordering::Acquire);
-            if written != out.len {
-                return Err(Error::IncompleteOutput {
-                    path: out.path.clone(),
-                    written,
-                    len: out.len,
-                });
-            }
-        }
+        locked(&self.outputs).iter().try_for_each(|out| out.check_whole())?;
+        self.check_present()?;
+        self.handles.close_all();
         flush_tree(self.folder.path())?;
+        // Flushing can take minutes.
+        self.check_present()?;
         match inspect(&self.target, self.overwrite)? {
             Existing::Nothing | Existing::EmptyFolder => {
                 std::fs::rename(self.folder.path(), &self.target).map_err(|e| not_renamed(&self.target, e))?;
@@ -181,6 +187,36 @@ impl Staging {
         Ok((path, file))
     }
 
+    fn note(&self, path: &Path, len: u64) {
+        locked(&self.made).push((path.to_path_buf(), len));
+    }
+
+    /// Whether all that was made is where it was made: cleaners of temporary folders also take those in use. Files are
+    /// told by their length, not their inode: some file systems number a file that is not open anew.
+    fn check_present(&self) -> Result<()> {
+        let at = |path: &Path| {
+            std::fs::symlink_metadata(path).map_err(|error| match error.kind() {
+                ErrorKind::NotFound => vanished(path),
+                _ => Error::io(path, "looking for")(error),
+            })
+        };
+        for (path, len) in locked(&self.made).iter() {
+            let there = at(path)?;
+            if !there.is_file() || there.len() != *len {
+                return Err(vanished(path));
+            }
+        }
+        let path = self.folder.path();
+        let there = at(path)?;
+        if let Some(lock) = &self.lock {
+            let mine = lock.metadata().map_err(Error::io(path, "looking for"))?;
+            if (there.dev(), there.ino()) != (mine.dev(), mine.ino()) {
+                return Err(vanished(path));
+            }
+        }
+        Ok(())
+    }
+
     fn inside(&self, name: &Path) -> Result<PathBuf> {
         let plain = name.components().all(|part| matches!(part, Component::Normal(_)));
         if !plain || name.as_os_str().is_empty() {
@@ -192,52 +228,17 @@ impl Staging {
     }
 }
 
-/// One file that is written at positions, by many threads.
-#[derive(Debug)]
-pub struct OutFile {
-    path: PathBuf,
-    file: File,
-    len: u64,
-    written: AtomicU64,
+impl Drop for Staging {
+    fn drop(&mut self) {
+        // Removing the folder needs descriptors, and want of them may be why it is removed. Another run that takes the
+        // folder for a stale one meanwhile does no more than that.
+        self.handles.close_all();
+        self.lock = None;
+    }
 }
 
-impl OutFile {
-    /// Writes all of `buf` at byte `offset`.
-    ///
-    /// # Errors
-    /// [`Error::Io`]; also if it would end beyond the length that the file was made with.
-    pub fn write_all_at(&self, buf: &[u8], offset: u64) -> Result<()> {
-        if offset.checked_add(buf.len() as u64).is_none_or(|end| end > self.len) {
-            let why = format!("{} bytes at {offset} of a file of {}", buf.len(), self.len);
-            return Err(Error::io(&self.path, "writing")(io::Error::other(why)));
-        }
-        self.file
-            .write_all_at(buf, offset)
-            .map_err(Error::io(&self.path, "writing"))?;
-        self.written.fetch_add(buf.len() as u64, Ordering::Release);
-        Ok(())
-    }
-
-    /// Reads back what was written at byte `offset`.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
-    pub fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
-        self.file
-            .read_exact_at(buf, offset)
-            .map_err(Error::io(&self.path, "reading back"))
-    }
-
-    /// Asks the kernel to begin writing this range to disk, so that the flush at the end finds little left to do.
-    pub fn start_writeback(&self, offset: u64, len: u64) {
-        // DontNeed begins the writeback of dirty pages and leaves them cached; sync_file_range would need unsafe code.
-        #[cfg(target_os = "linux")]
-        if let Some(len) = std::num::NonZeroU64::new(len) {
-            let _ = rustix::fs::fadvise(&self.file, offset, Some(len), rustix::fs::Advice::DontNeed);
-        }
-        #[cfg(not(target_os = "linux"))]
-        let _ = (offset, len);
-    }
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Parents that were made for the destination; those that are empty go with it.
@@ -269,7 +270,15 @@ impl Drop for MadeParents {
 
 fn hidden_prefix(name: &OsStr, mark: &str) -> OsString {
     let mut prefix = OsString::from(".");
-    prefix.push(name);
+    if name.len() <= LONG_NAME {
+        prefix.push(name);
+    } else {
+        // Only whole characters, since some file systems take no others; the hash keeps destinations apart.
+        let text = name.to_string_lossy();
+        let end = text.char_indices().map(|(at, _)| at).find(|at| *at >= LONG_NAME / 2);
+        prefix.push(&text[..end.unwrap_or_default()]);
+        prefix.push(format!("-{:032x}", XxHash3_128::oneshot(name.as_bytes())));
+    }
     prefix.push(mark);
     prefix
 }
@@ -324,8 +333,6 @@ fn reserve(path: &Path, file: &File, len: u64) -> Result<()> {
     if len == 0 {
         return Ok(());
     }
-    // Asked first: some file systems fill the disk before they say that it is too small.
-    check_space(path, len)?;
     match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, len)) {
         Ok(()) => Ok(()),
         Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => file.set_len(len).map_err(Error::io(path, "sizing")),
@@ -358,10 +365,12 @@ fn flush_all(paths: &[PathBuf]) -> Result<()> {
         Ok(())
     };
     std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..FLUSH_THREADS.min(paths.len())).map(|_| scope.spawn(work)).collect();
-        workers
-            .into_iter()
-            .try_for_each(|worker| worker.join().unwrap_or_else(|e| std::panic::resume_unwind(e)))
+        // With fewer threads than asked for, the others do the work.
+        let spawn = |_| std::thread::Builder::new().spawn_scoped(scope, work).ok();
+        let workers: Vec<_> = (1..FLUSH_THREADS.min(paths.len())).filter_map(spawn).collect();
+        let own = work();
+        let mut workers = workers.into_iter();
+        own.and(workers.try_for_each(|worker| worker.join().unwrap_or_else(|e| std::panic::resume_unwind(e))))
     })
 }
 

@@ -30,7 +30,17 @@ impl Adapter {
     }
 
     fn new<'a>(path: &Path, keys: impl Iterator<Item = &'a str>) -> Result<Adapter> {
-        let modules: BTreeSet<String> = keys.filter_map(module_of).map(str::to_string).collect();
+        let mut modules = BTreeSet::new();
+        for key in keys {
+            match module_of(key) {
+                Some("") => {
+                    let why = format!("--ara {}: the key {key:?} has no module's name", path.display());
+                    return Err(Error::BadRequest(why));
+                }
+                Some(module) => _ = modules.insert(module.to_string()),
+                None => {}
+            }
+        }
         if modules.is_empty() {
             let path = path.display();
             let why = "no key of a LoRA or LoKr in it (.lora_.. or .lokr_w1), so it names no module";

@@ -66,12 +66,12 @@ pub fn plan_dequantize(source: &Checkpoint, dtype: Option<Float>, max_shard_size
     };
     build.all()?;
     let Build { items, mut tensors, .. } = build;
-    check_names(&tensors, &items)?;
+    check_names(source, &tensors, &items)?;
     let mut metadata = source.metadata.clone();
     if let Some(key) = recognised.scheme.metadata_key() {
         metadata.remove(key);
     }
-    let placed = place(&source.stem, &items, &mut tensors, max_shard_size, |_| metadata.clone());
+    let placed = place(&source.stem, &items, &mut tensors, max_shard_size, |_| metadata.clone())?;
     let mut config = source.config.clone().unwrap_or_default();
     config.remove("quantization_config");
     for key in ["torch_dtype", "dtype"] {

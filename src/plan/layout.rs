@@ -2,7 +2,8 @@
 //! inside a file the tensors lie in the order of safetensors' own writer.
 
 use super::{Item, OutputFile, OutputTensor};
-use crate::checkpoint::{encode_header, writer_order, Metadata, TensorEntry};
+use crate::checkpoint::{encode_header, writer_order, Metadata, TensorEntry, HEADER_LIMIT};
+use crate::error::{Error, Result};
 use serde_json::{json, Map, Value};
 use std::ops::Range;
 
@@ -17,13 +18,16 @@ const ENTRY_BYTES: u64 = 160;
 
 /// Deals `items` to files of at most `max` bytes (an item that is larger gets a file of its own), sets each tensor's
 /// shard and offset, and writes the headers. `metadata` gives the `__metadata__` of a file that holds the given items.
+///
+/// # Errors
+/// [`Error::OutputHeaderOverLimit`]: no reader of the format would take such a file.
 pub(super) fn place(
     stem: &str,
     items: &[Item],
     tensors: &mut [OutputTensor],
     max: u64,
     metadata: impl Fn(&[&Item]) -> Metadata,
-) -> Placed {
+) -> Result<Placed> {
     let shards = deal(items, tensors, max);
     let count = shards.len();
     let files: Vec<OutputFile> = shards
@@ -37,9 +41,9 @@ pub(super) fn place(
             };
             place_file(name, shard, &members, tensors, &metadata(&members))
         })
-        .collect();
+        .collect::<Result<_>>()?;
     let index = (count > 1).then(|| (format!("{stem}.safetensors.index.json"), index(&files, tensors)));
-    Placed { files, index }
+    Ok(Placed { files, index })
 }
 
 /// Consecutive items for each file, by upper bounds of their sizes.
@@ -76,7 +80,7 @@ fn place_file(
     members: &[&Item],
     tensors: &mut [OutputTensor],
     metadata: &Metadata,
-) -> OutputFile {
+) -> Result<OutputFile> {
     let mut order: Vec<usize> = members.iter().flat_map(|item| item.outputs.clone()).collect();
     order.sort_by(|&a, &b| {
         let (a, b) = (&tensors[a], &tensors[b]);
@@ -100,15 +104,24 @@ fn place_file(
         })
         .collect();
     let header = encode_header(metadata, &entries);
+    // The eight bytes of its length do not count.
+    let json = header.len() as u64 - 8;
+    if json > HEADER_LIMIT {
+        return Err(Error::OutputHeaderOverLimit {
+            file: name,
+            header: json,
+            limit: HEADER_LIMIT,
+        });
+    }
     for (&at, entry) in order.iter().zip(&entries) {
         tensors[at].shard = shard;
         tensors[at].offset = header.len() as u64 + entry.begin;
     }
-    OutputFile {
+    Ok(OutputFile {
         name,
         len: header.len() as u64 + end,
         header,
-    }
+    })
 }
 
 /// `model.safetensors.index.json` as transformers writes it: sorted names, two spaces, a final newline.

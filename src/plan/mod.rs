@@ -40,7 +40,7 @@ pub use recognise::{is_packed, stored_config, stored_scheme};
 pub use rules::is_embedding;
 pub use stored::{find_modules, PackedModule};
 
-use crate::checkpoint::{Config, Sidecar};
+use crate::checkpoint::{Config, Sidecar, CONFIG_FILE};
 use crate::scheme::{QType, Scheme, Shape};
 use crate::tensor::{Dtype, Float};
 
@@ -244,6 +244,34 @@ impl Plan {
         let index = self.index.as_ref().map_or(0, |(_, bytes)| bytes.len() as u64);
         let config = self.config.as_ref().map_or(0, |config| config.to_bytes().len() as u64);
         weights + sidecars + index + config
+    }
+
+    /// At least the bytes that the output takes on a disk: whole blocks, and a guess at the report.
+    pub fn disk_bytes(&self) -> u64 {
+        const BLOCK: u64 = 4096;
+        let weights = self.files.iter().map(|file| file.len);
+        let sidecars = self.sidecars.iter().map(|sidecar| sidecar.len);
+        let index = self.index.iter().map(|(_, bytes)| bytes.len() as u64);
+        let config = self.config.iter().map(|config| config.to_bytes().len() as u64);
+        let report = (64 << 10) + 512 * self.tensors.len() as u64;
+        let all = weights.chain(sidecars).chain(index).chain(config).chain([report]);
+        all.map(|len| len.div_ceil(BLOCK).saturating_mul(BLOCK))
+            .fold(0, u64::saturating_add)
+    }
+
+    /// Every file that the run writes, sorted, below the destination. A name that is not UTF-8 is shown as far as it is.
+    pub fn written(&self, report: &str) -> Vec<String> {
+        let weights = self.files.iter().map(|file| file.name.clone());
+        let sidecars = self
+            .sidecars
+            .iter()
+            .map(|sidecar| sidecar.relative.to_string_lossy().into_owned());
+        let index = self.index.iter().map(|(name, _)| name.clone());
+        let config = self.config.iter().map(|_| CONFIG_FILE.to_string());
+        let all = weights.chain(sidecars).chain(index).chain(config);
+        let mut all: Vec<String> = all.chain([report.to_string()]).collect();
+        all.sort();
+        all
     }
 
     /// Bytes of the safetensors files alone.

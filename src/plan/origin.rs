@@ -71,9 +71,13 @@ pub fn fused_set(module: &str) -> Option<FusedSet> {
 /// head_dim.
 ///
 /// # Errors
-/// [`Error::ConfigKeyMissing`]; [`Error::FusedRows`] where they do not add up to the tensor's rows.
+/// [`Error::ConfigKeyMissing`], [`Error::ConfigKeyNoCount`]; [`Error::FusedRows`] where they do not add up to the tensor's rows.
 pub(super) fn fused_rows(source: &Checkpoint, tensor: &SourceTensor) -> Result<[usize; 3]> {
     let missing = |key, hint: Option<String>| Error::ConfigKeyMissing {
+        path: match &source.config {
+            Some(config) => config.path.clone(),
+            None => source.root.clone(),
+        },
         tensor: tensor.name.clone(),
         key,
         hint,
@@ -86,19 +90,31 @@ pub(super) fn fused_rows(source: &Checkpoint, tensor: &SourceTensor) -> Result<[
         };
         return Err(missing("num_attention_heads", Some(hint.to_string())));
     };
-    let key = |key| config.usize(key).ok_or_else(|| missing(key, None));
-    let heads = key("num_attention_heads")?;
-    let kv_heads = config.usize("num_key_value_heads").unwrap_or(heads);
-    let head_dim = match config.usize("head_dim") {
+    // What is there and no count is not taken for absent. Three products of two counts below 2^31 are below 2^64.
+    let count = |key| match (config.usize(key), config.shown(key)) {
+        (Some(count), _) if count <= i32::MAX as usize => Ok(Some(count as u64)),
+        (_, Some(value)) => Err(Error::ConfigKeyNoCount {
+            path: config.path.clone(),
+            tensor: tensor.name.clone(),
+            key,
+            value,
+        }),
+        (_, None) => Ok(None),
+    };
+    let needed = |key| count(key)?.ok_or_else(|| missing(key, None));
+    let heads = needed("num_attention_heads")?;
+    let kv_heads = count("num_key_value_heads")?.unwrap_or(heads);
+    let head_dim = match count("head_dim")? {
         Some(dim) => dim,
         // As transformers derives it.
-        None => key("hidden_size")? / heads.max(1),
+        None => needed("hidden_size")? / heads.max(1),
     };
     let rows = tensor.shape.first().copied().unwrap_or(0);
-    let (q, kv) = (heads.saturating_mul(head_dim), kv_heads.saturating_mul(head_dim));
-    let total = q.saturating_add(kv.saturating_mul(2));
-    if total != rows {
+    let (q, kv) = (heads * head_dim, kv_heads * head_dim);
+    let total = q + 2 * kv;
+    if total != rows as u64 {
         return Err(Error::FusedRows {
+            path: config.path.clone(),
             tensor: tensor.name.clone(),
             rows,
             q,
@@ -106,7 +122,8 @@ pub(super) fn fused_rows(source: &Checkpoint, tensor: &SourceTensor) -> Result<[
             total,
         });
     }
-    Ok([q, kv, kv])
+    // Neither is more than the rows.
+    Ok([q as usize, kv as usize, kv as usize])
 }
 
 /// `model.layers.0.self_attn.q_k_v_proj` -> `model.layers.0.self_attn.q_proj`

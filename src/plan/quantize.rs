@@ -115,7 +115,7 @@ fn assemble(
         }
     }
     let Build { items, mut tensors, .. } = build;
-    check_names(&tensors, &items)?;
+    check_names(source, &tensors, &items)?;
     let placed = place(&source.stem, &items, &mut tensors, request.max_shard_size, |members| {
         let mut metadata = source.metadata.clone();
         // What transformers and safetensors' own writer put there; some readers refuse a file without it.
@@ -133,7 +133,7 @@ fn assemble(
             metadata.insert(key, value);
         }
         metadata
-    });
+    })?;
     let dense_linears: Vec<String> = dense_linears(source, &items);
     let mut warnings: Vec<String> = source.warnings.iter().cloned().chain(judged.warnings).collect();
     warnings.extend(readers::warnings(scheme.as_ref(), group, &quantized, &dense_linears));
@@ -191,7 +191,7 @@ fn dense_linears(source: &Checkpoint, items: &[Item]) -> Vec<String> {
 
 /// # Errors
 /// [`Error::NameTaken`] where two outputs would have one name.
-pub(super) fn check_names(tensors: &[OutputTensor], items: &[Item]) -> Result<()> {
+pub(super) fn check_names(source: &Checkpoint, tensors: &[OutputTensor], items: &[Item]) -> Result<()> {
     let mut seen = HashSet::new();
     for item in items {
         for tensor in &tensors[item.outputs.clone()] {
@@ -207,6 +207,7 @@ pub(super) fn check_names(tensors: &[OutputTensor], items: &[Item]) -> Result<()
                         .join(", "),
                 };
                 return Err(Error::NameTaken {
+                    path: source.root.clone(),
                     tensor: tensor.name.clone(),
                     module,
                 });

@@ -120,7 +120,7 @@ fn execute<R: Serialize>(
     report: impl FnOnce(&Run, &[ModuleState]) -> R,
 ) -> Result<R> {
     let staging = Staging::create(dst, settings.overwrite)?;
-    check_space(staging.path(), plan.output_bytes())?;
+    check_space(dst, plan.disk_bytes())?;
     let files = plan.files.iter().map(|file| {
         let out = staging.create_file(&file.name, file.len)?;
         out.write_all_at(&file.header, 0)?;
@@ -189,6 +189,7 @@ fn execute<R: Serialize>(
     if watch.cancelled() {
         return Err(Error::Interrupted);
     }
+    source.check_unchanged()?;
     staging.commit()?;
     Ok(report)
 }

@@ -2,7 +2,7 @@
 
 use super::task::{ModuleState, TensorState};
 use super::Run;
-use crate::checkpoint::Reader;
+use crate::checkpoint::{Reader, DENSE_REPORT_FILE, REPORT_FILE};
 use crate::error::Error;
 use crate::plan::{Module, Work};
 use crate::report::{self, DenseReport, DenseSummary, Report, TensorReport};
@@ -82,7 +82,7 @@ impl Run<'_> {
             decoded: decoded
                 .map(|item| self.plan.tensors[item.outputs.start].name.clone())
                 .collect(),
-            files: self.plan.files.len(),
+            files: self.plan.written(DENSE_REPORT_FILE),
             bytes: self.plan.weight_bytes(),
         }
     }
@@ -142,6 +142,7 @@ impl Run<'_> {
                     reason: dense.reason.clone(),
                 })
                 .collect(),
+            files: plan.written(REPORT_FILE),
             xxh3_128: self.hashes(),
             per_tensor,
         }

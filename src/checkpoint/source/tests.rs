@@ -381,3 +381,21 @@ fn metadata_of_the_first_file_wins() {
     assert_eq!(merged, [("k", "1"), ("a", "x"), ("b", "y")]);
     assert_eq!(checkpoint.files[1].metadata.get("k"), Some("2"));
 }
+
+#[test]
+fn files_that_are_written_to_meanwhile_are_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    std::fs::write(&path, safetensors(&[("a", Dtype::U8, &[4])])).unwrap();
+    let source = Checkpoint::open(dir.path()).unwrap();
+    source.check_unchanged().unwrap();
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    let later = source.files[0].modified + std::time::Duration::from_millis(1);
+    file.set_modified(later).unwrap();
+    let message = source.check_unchanged().unwrap_err().to_string();
+    assert!(message.contains("model.safetensors: was written to while"), "{message}");
+    file.set_len(source.files[0].len + 1).unwrap();
+    file.set_modified(source.files[0].modified).unwrap();
+    let message = source.check_unchanged().unwrap_err().to_string();
+    assert!(message.contains("model.safetensors: was "), "{message}");
+}

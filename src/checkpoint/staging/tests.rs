@@ -9,7 +9,7 @@ use crate::checkpoint::{check_destination, check_space};
 
 const REPORT: (&str, &[u8]) = (
     "quantization_report.json",
-    br#"{"tool": "spark-quant 0.1.0", "x": [1]}"#,
+    br#"{"tool": "spark-quant 0.1.0", "files": ["quantization_report.json", "old", "sub/old"]}"#,
 );
 
 /// All names below a folder, sorted, folders included.
@@ -122,6 +122,86 @@ fn a_file_that_cannot_fit_is_refused() {
 }
 
 #[test]
+fn what_vanishes_before_the_end_is_an_error() {
+    type Spoil = fn(&Path);
+    let cases: [(Spoil, &str); 7] = [
+        (|folder| std::fs::remove_file(folder.join("m")).unwrap(), "m"),
+        (|folder| std::fs::remove_file(folder.join("new")).unwrap(), "new"),
+        (|folder| std::fs::write(folder.join("new"), "longer").unwrap(), "new"),
+        (
+            |folder| {
+                // Another file of this length in its place.
+                std::fs::write(folder.join("x"), "abc").unwrap();
+                std::fs::rename(folder.join("x"), folder.join("m")).unwrap();
+            },
+            "m",
+        ),
+        (
+            |folder| {
+                std::fs::remove_file(folder.join("m")).unwrap();
+                std::fs::create_dir(folder.join("m")).unwrap();
+            },
+            "m",
+        ),
+        (|folder| std::fs::remove_dir_all(folder).unwrap(), "m"),
+        (
+            |folder| {
+                std::fs::rename(folder, folder.with_extension("aside")).unwrap();
+                write_all(folder, &[("m", b"abc"), ("new", b"1")]);
+                std::fs::remove_dir_all(folder.with_extension("aside")).unwrap();
+            },
+            "",
+        ),
+    ];
+    for (spoil, name) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        let staging = stage(&dir.path().join("out"), false, b"1");
+        let out = staging.create_file("m", 3).unwrap();
+        out.write_all_at(b"abc", 0).unwrap();
+        spoil(staging.path());
+        let path = staging.path().join(name);
+        let message = staging.commit().unwrap_err().to_string();
+        assert!(message.contains("removed or changed by something else"), "{message}");
+        assert!(
+            name.is_empty() || message.starts_with(path.to_str().unwrap()),
+            "{message}"
+        );
+        assert!(tree(dir.path()).is_empty());
+    }
+}
+
+#[test]
+fn more_files_than_are_kept_open() {
+    let dir = tempfile::tempdir().unwrap();
+    let dst = dir.path().join("out");
+    let staging = Staging::create(&dst, false).unwrap();
+    let outs: Vec<_> = (0..30u8)
+        .map(|at| staging.create_file(at.to_string(), 2).unwrap())
+        .collect();
+    for offset in 0..2 {
+        for (at, out) in outs.iter().enumerate() {
+            out.write_all_at(&[at as u8], offset).unwrap();
+            out.start_writeback(offset, 1);
+        }
+    }
+    let mut both = [0; 2];
+    outs[3].read_exact_at(&mut both, 0).unwrap();
+    assert_eq!(both, [3, 3]);
+    staging.commit().unwrap();
+    for at in 0..30u8 {
+        assert_eq!(std::fs::read(dst.join(at.to_string())).unwrap(), [at, at]);
+    }
+    // A file that is gone is named when it is opened again.
+    let staging = Staging::create(&dir.path().join("other"), false).unwrap();
+    let outs: Vec<_> = (0..30u8)
+        .map(|at| staging.create_file(at.to_string(), 2).unwrap())
+        .collect();
+    std::fs::remove_file(staging.path().join("0")).unwrap();
+    let message = outs[0].write_all_at(&[0], 0).unwrap_err().to_string();
+    assert!(message.contains("removed or changed by something else"), "{message}");
+}
+
+#[test]
 fn names_stay_inside() {
     let dir = tempfile::tempdir().unwrap();
     let staging = Staging::create(&dir.path().join("out"), false).unwrap();
@@ -230,6 +310,12 @@ fn overwrite_replaces_nothing_else() {
         let found = refused(&[other]);
         assert!(found.contains("quantization_report.json"), "{found}");
     }
+    let older: (&str, &[u8]) = (REPORT.0, br#"{"tool": "spark-quant 0.1.0"}"#);
+    assert!(refused(&[older]).contains("does not list the files"));
+    assert_eq!(
+        refused(&[REPORT, ("old", b""), ("sub/new", b"")]),
+        "sub/new, which this tool did not write"
+    );
     assert_eq!(
         refused(&[REPORT, (".git/HEAD", b"")]),
         ".git, which this tool does not write"
@@ -249,7 +335,9 @@ fn destinations_that_are_refused() {
             ("ours/s.safetensors", b""),
         ],
     );
-    write_all(&root.join("ours"), &[REPORT]);
+    let files = r#"["quantization_report.json", "src/x", "s.safetensors"]"#;
+    let report = format!(r#"{{"tool": "spark-quant 0.1.0", "files": {files}}}"#);
+    write_all(&root.join("ours"), &[(REPORT.0, report.as_bytes())]);
     symlink("../ours/s.safetensors", root.join("m/link.safetensors")).unwrap();
     symlink("m", root.join("to_m")).unwrap();
     let check = |dst: &str, src: &str, overwrite| check_destination(&root.join(dst), &root.join(src), overwrite);

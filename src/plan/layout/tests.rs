@@ -60,7 +60,7 @@ fn metadata(_: &[&Item]) -> Metadata {
 proptest! {
     #[test]
     fn tensors_tile_their_files((items, mut tensors) in plans(), max in 1u64..6000) {
-        let placed = place("model", &items, &mut tensors, max, metadata);
+        let placed = place("model", &items, &mut tensors, max, metadata).unwrap();
         for (shard, file) in placed.files.iter().enumerate() {
             let mut spans: Vec<(u64, u64)> = tensors
                 .iter()
@@ -85,7 +85,7 @@ proptest! {
     /// The header, and so the order of the tensors and their offsets, is byte for byte the safetensors crate's.
     #[test]
     fn headers_are_those_of_safetensors((items, mut tensors) in plans(), max in 1u64..6000) {
-        let placed = place("model", &items, &mut tensors, max, metadata);
+        let placed = place("model", &items, &mut tensors, max, metadata).unwrap();
         for (shard, file) in placed.files.iter().enumerate() {
             let held: Vec<&OutputTensor> = tensors.iter().filter(|tensor| tensor.shard == shard).collect();
             let bytes = vec![0; held.iter().map(|tensor| tensor.len as usize).max().unwrap_or(0)];
@@ -107,7 +107,7 @@ proptest! {
 
     #[test]
     fn the_index_names_every_tensor_and_their_sum((items, mut tensors) in plans(), max in 1u64..6000) {
-        let placed = place("model", &items, &mut tensors, max, metadata);
+        let placed = place("model", &items, &mut tensors, max, metadata).unwrap();
         let Some((name, bytes)) = placed.index else {
             prop_assert_eq!(placed.files.len(), 1);
             return Ok(());
@@ -122,4 +122,21 @@ proptest! {
             prop_assert_eq!(&map[&tensor.name], &Value::from(placed.files[tensor.shard].name.clone()));
         }
     }
+}
+
+#[test]
+fn a_header_above_the_limit_is_refused() {
+    let text = |len: usize| move |_: &[&Item]| [("k", "v".repeat(len))].into_iter().collect::<Metadata>();
+    let most = HEADER_LIMIT as usize - r#"{"__metadata__":{"k":""}}"#.len();
+    let placed = place("model", &[], &mut [], 1, text(most)).unwrap();
+    assert_eq!(placed.files[0].len, 8 + HEADER_LIMIT);
+    let message = place("model", &[], &mut [], 1, text(most + 1))
+        .err()
+        .unwrap()
+        .to_string();
+    let says = "model.safetensors: its header would have 100000008 bytes, more than the format's limit of 100000000";
+    assert!(
+        message.starts_with(says) && message.contains("--max-shard-size"),
+        "{message}"
+    );
 }
