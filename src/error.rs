@@ -136,7 +136,7 @@ pub enum Error {
     TrailingBytes { path: PathBuf, end: u64, have: u64 },
     #[error("{}: was {before} bytes when it was first looked at and is {now} now; something is writing to it", path.display())]
     SourceChanged { path: PathBuf, before: u64, now: u64 },
-    #[error("{}: was written to while the run read it; what is right of its output cannot be told", path.display())]
+    #[error("{}: was written to while the run read it; nothing was written to --dst", path.display())]
     SourceRewritten { path: PathBuf },
 
     // --- config.json and other JSON

@@ -722,7 +722,8 @@ fn a_disk_that_is_too_small_is_told_before_the_first_byte() {
         file.set_len(8 + header.len() as u64 + len).unwrap();
     }
     let outcome = sandbox.run(&[]).expect(2);
-    outcome.says(&["bytes are needed and", "are free"]);
+    outcome.says(&["dst: ", "bytes are needed and", "are free"]);
+    assert!(!outcome.stderr.contains(".dst"), "{}", outcome.stderr);
     let numbers: Vec<u64> = outcome
         .stderr
         .split(|c: char| !c.is_ascii_digit())

@@ -152,3 +152,24 @@ fn overwrite_replaces_what_was_decoded() {
     fs::write(dense.join("notes.txt"), "").unwrap();
     decode().expect(2).says(&["notes.txt"]);
 }
+
+/// What a dry run says is needed covers whole blocks and the report.
+#[test]
+fn the_space_asked_for_is_the_space_taken() {
+    for (write, args) in [
+        (many_tensors as fn(&Path), &["--max-shard-size", "1"][..]),
+        (|src| Spark::TINY.write(src), &[][..]),
+    ] {
+        let sandbox = Sandbox::with(write);
+        let plan = sandbox.run(&[args, &["--dry-run"]].concat()).expect(0).stdout;
+        let (before, _) = plan.trim_end().rsplit_once(" needed").unwrap();
+        let needed: u64 = before.rsplit(' ').next().unwrap().parse().unwrap();
+        sandbox.quantize(args);
+        let paths = tree(&sandbox.dst()).into_keys().map(|path| sandbox.dst().join(path));
+        let files = paths
+            .map(|path| fs::metadata(path).unwrap())
+            .filter(fs::Metadata::is_file);
+        let taken: u64 = files.map(|file| file.len().next_multiple_of(4096)).sum();
+        assert!(needed >= taken && needed < taken + (256 << 10), "{needed}, {taken}");
+    }
+}
