@@ -47,6 +47,7 @@ fn a_null_quantization_config_is_none() {
     edit_json(&config, |config| config["quantization_config"] = Value::Null);
     sandbox.quantize(&[]).expect(0);
     assert_eq!(sandbox.config()["quantization_config"]["quant_method"], "gptq");
+    sandbox.verify(&[]).expect(0);
 }
 
 #[test]
@@ -57,4 +58,33 @@ fn a_nested_quantization_config_is_seen() {
         config["text_config"] = json!({ "quantization_config": { "quant_method": "fp8" } });
     });
     sandbox.refused(&[], &["already quantized", "quantization_config", "--dequantize"]);
+}
+
+/// A fused bias is cut and joined whatever its other dimensions.
+#[test]
+fn a_fused_bias_of_two_dimensions_comes_back_whole() {
+    const BIAS: &str = "model.layers.0.self_attn.q_k_v_proj.bias";
+    let sandbox = Sandbox::with(|src| {
+        Spark::TINY.write_with(src, |tensors| {
+            let rows = named(tensors, "model.layers.0.self_attn.q_k_v_proj.weight").shape[0];
+            tensors.retain(|tensor| tensor.name != BIAS);
+            tensors.push(Tensor::random(BIAS, Dtype::BF16, &[rows, 1]));
+        });
+    });
+    sandbox.quantize(&[]).expect(0);
+    let dense = sandbox.path("dense");
+    run([
+        "--dequantize".as_ref(),
+        "--src".as_ref(),
+        sandbox.dst().as_os_str(),
+        "--dst".as_ref(),
+        dense.as_os_str(),
+    ])
+    .expect(0);
+    let bias = |path: &std::path::Path| {
+        let mut tensors = read_tensors(&path.join("model.safetensors"));
+        let bias = named(&mut tensors, BIAS);
+        (bias.shape.clone(), bias.bytes.clone())
+    };
+    assert_eq!(bias(&dense), bias(&sandbox.src()));
 }

@@ -240,16 +240,20 @@ impl<'a> Build<'a> {
                 .map(|part| self.source.tensor(&format!("{part}.{suffix}")))
                 .collect();
             let parts = parts?;
-            let alike = parts
-                .iter()
-                .all(|part| part.dtype == tensor.dtype && part.shape.len() == 1);
+            let alike = parts.iter().all(|part| {
+                part.dtype == tensor.dtype && !part.shape.is_empty() && part.shape[1..] == parts[0].shape[1..]
+            });
             alike.then(|| (format!("{whole}.{suffix}"), parts))
         });
         let (name, parts) = fused.unwrap_or_else(|| (tensor.name.clone(), vec![tensor]));
         done.extend(parts.iter().map(|part| part.name.clone()));
         let shape = match parts.as_slice() {
             [whole] => whole.shape.clone(),
-            parts => vec![parts.iter().map(|part| part.shape[0]).sum()],
+            parts => {
+                let mut shape = parts[0].shape.clone();
+                shape[0] = parts.iter().map(|part| part.shape[0]).sum();
+                shape
+            }
         };
         let len = parts.iter().map(|part| part.len).sum();
         let parts = parts.into_iter().map(whole_range).collect();
