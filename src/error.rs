@@ -191,8 +191,6 @@ pub enum Error {
     NothingToQuantize { path: PathBuf, why: String },
     #[error("--quantize-lm-head: this checkpoint has no lm_head.weight and no embedding that it could be tied to")]
     NoHead,
-    #[error("--quantize-lm-head: {reason}")]
-    HeadStaysDense { reason: String },
     #[error("--quantize-embedding: this checkpoint has no embedding table that is known by name")]
     NoEmbedding,
     #[error("{}: {tensor}: the source has a tensor of this name already, and the output needs it for {module}", path.display())]

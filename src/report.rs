@@ -4,7 +4,7 @@
 
 use crate::checkpoint::{open_regular, TOOL_MARK};
 use crate::error::{Error, Result};
-use crate::tensor::{ErrorSums, GroupCounts};
+use crate::tensor::ErrorSums;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -96,13 +96,6 @@ pub fn summarise(values: impl Iterator<Item = Option<f64>>) -> (Option<f64>, Opt
     }
     let mean = finite.iter().sum::<f64>() / finite.len() as f64;
     (Some(round_db(mean)), finite.iter().copied().reduce(f64::min))
-}
-
-impl TensorReport {
-    pub fn add_counts(&mut self, counts: GroupCounts) {
-        self.zero_groups += counts.zero;
-        self.underflowed_groups += counts.underflowed;
-    }
 }
 
 /// `dequantization_report.json`: what was decoded. Without hashes: dense weights are there to be used, and reading back

@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -130,17 +130,6 @@ impl Staging {
             }
             copied => Err(changed(copied)),
         }
-    }
-
-    /// Fills `buf` from byte `offset` of a file that was written.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
-    pub fn read_back(&self, name: impl AsRef<Path>, offset: u64, buf: &mut [u8]) -> Result<()> {
-        let path = self.inside(name.as_ref())?;
-        let file = File::open(&path).map_err(Error::io(&path, "opening"))?;
-        file.read_exact_at(buf, offset)
-            .map_err(Error::io(&path, "reading back"))
     }
 
     /// Flushes every file and folder to disk, then renames the whole into place in one step.

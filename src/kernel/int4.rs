@@ -21,7 +21,7 @@ use std::marker::PhantomData;
 
 use self::encode::Encode;
 use self::stored::{Decode, Measure, Stored};
-use super::lanes::{dispatch, Bf16, Lanes, Weight, F16, F32};
+use super::lanes::{dispatch, with_weight, Lanes, Weight};
 use super::{reference, Level};
 use crate::tensor::{ErrorSums, Fault, Float, GroupCounts};
 
@@ -71,68 +71,10 @@ pub fn encode(
     if level == Level::Scalar {
         return reference::encode(dtype, src, k, group, asym, out);
     }
-    match (dtype, asym) {
-        (Float::F32, false) => dispatch(
-            level,
-            Encode::<F32, false> {
-                src,
-                k,
-                group,
-                out,
-                dtype: PhantomData,
-            },
-        ),
-        (Float::F32, true) => dispatch(
-            level,
-            Encode::<F32, true> {
-                src,
-                k,
-                group,
-                out,
-                dtype: PhantomData,
-            },
-        ),
-        (Float::F16, false) => dispatch(
-            level,
-            Encode::<F16, false> {
-                src,
-                k,
-                group,
-                out,
-                dtype: PhantomData,
-            },
-        ),
-        (Float::F16, true) => dispatch(
-            level,
-            Encode::<F16, true> {
-                src,
-                k,
-                group,
-                out,
-                dtype: PhantomData,
-            },
-        ),
-        (Float::Bf16, false) => dispatch(
-            level,
-            Encode::<Bf16, false> {
-                src,
-                k,
-                group,
-                out,
-                dtype: PhantomData,
-            },
-        ),
-        (Float::Bf16, true) => dispatch(
-            level,
-            Encode::<Bf16, true> {
-                src,
-                k,
-                group,
-                out,
-                dtype: PhantomData,
-            },
-        ),
-    }
+    with_weight!(dtype, W => match asym {
+        false => dispatch(level, Encode::<W, false> { src, k, group, out, dtype: PhantomData }),
+        true => dispatch(level, Encode::<W, true> { src, k, group, out, dtype: PhantomData }),
+    })
 }
 
 /// The sums that [`encode`] gives, from `src` and stored codes. Scales may be any f16, zero points 0 to 16.
@@ -165,35 +107,7 @@ pub fn measure(
         k,
         group,
     };
-    match dtype {
-        Float::F32 => dispatch(
-            level,
-            Measure::<F32> {
-                src,
-                stored,
-                sums,
-                dtype: PhantomData,
-            },
-        ),
-        Float::F16 => dispatch(
-            level,
-            Measure::<F16> {
-                src,
-                stored,
-                sums,
-                dtype: PhantomData,
-            },
-        ),
-        Float::Bf16 => dispatch(
-            level,
-            Measure::<Bf16> {
-                src,
-                stored,
-                sums,
-                dtype: PhantomData,
-            },
-        ),
-    }
+    with_weight!(dtype, W => dispatch(level, Measure::<W> { src, stored, sums, dtype: PhantomData }))
 }
 
 /// Writes `(code - zp) * scale`, rounded half to even to `dtype`, to `dst`: `[rows, k]`, little-endian.
@@ -225,32 +139,7 @@ pub fn decode(
         k,
         group,
     };
-    match dtype {
-        Float::F32 => dispatch(
-            level,
-            Decode::<F32> {
-                dst,
-                stored,
-                dtype: PhantomData,
-            },
-        ),
-        Float::F16 => dispatch(
-            level,
-            Decode::<F16> {
-                dst,
-                stored,
-                dtype: PhantomData,
-            },
-        ),
-        Float::Bf16 => dispatch(
-            level,
-            Decode::<Bf16> {
-                dst,
-                stored,
-                dtype: PhantomData,
-            },
-        ),
-    }
+    with_weight!(dtype, W => dispatch(level, Decode::<W> { dst, stored, dtype: PhantomData }))
 }
 
 fn check_shape(rows: usize, k: usize, group: usize, [words, scales, zeros]: [usize; 3]) {

@@ -16,7 +16,7 @@
 
 use std::marker::PhantomData;
 
-use super::lanes::{dispatch, Bf16, Job, Lanes, Weight, F16, F32};
+use super::lanes::{dispatch, with_weight, Job, Lanes, Weight};
 use super::{reference, uintx_reference, Level};
 use crate::tensor::{ErrorSums, Fault, Float, GroupCounts};
 
@@ -74,25 +74,7 @@ pub fn encode(
     if level == Level::Scalar {
         return uintx_reference::encode(dtype, bits, group, src, out);
     }
-    macro_rules! run {
-        ($weight:ty) => {
-            dispatch(
-                level,
-                Encode::<$weight> {
-                    bits,
-                    group,
-                    src,
-                    out,
-                    dtype: PhantomData,
-                },
-            )
-        };
-    }
-    match dtype {
-        Float::F32 => run!(F32),
-        Float::F16 => run!(F16),
-        Float::Bf16 => run!(Bf16),
-    }
+    with_weight!(dtype, W => dispatch(level, Encode::<W> { bits, group, src, out, dtype: PhantomData }))
 }
 
 /// The sums that [`encode`] gives, from `src` and what is stored.
@@ -105,24 +87,7 @@ pub fn measure(level: Level, dtype: Float, group: usize, src: &[u8], stored: Sto
     if level == Level::Scalar {
         return uintx_reference::measure(dtype, group, src, stored);
     }
-    macro_rules! run {
-        ($weight:ty) => {
-            dispatch(
-                level,
-                Measure::<$weight> {
-                    group,
-                    src,
-                    stored,
-                    dtype: PhantomData,
-                },
-            )
-        };
-    }
-    match dtype {
-        Float::F32 => run!(F32),
-        Float::F16 => run!(F16),
-        Float::Bf16 => run!(Bf16),
-    }
+    with_weight!(dtype, W => dispatch(level, Measure::<W> { group, src, stored, dtype: PhantomData }))
 }
 
 /// Writes `(code - zp) * scale`, computed in `dtype`, to `dst` as `to`, little-endian.
@@ -136,30 +101,9 @@ pub fn decode(level: Level, dtype: Float, group: usize, stored: Stored<'_>, to: 
     if level == Level::Scalar {
         return uintx_reference::decode(dtype, group, stored, to, dst);
     }
-    macro_rules! run {
-        ($weight:ty, $to:ty) => {
-            dispatch(
-                level,
-                Decode::<$weight, $to> {
-                    group,
-                    stored,
-                    dst,
-                    dtypes: PhantomData,
-                },
-            )
-        };
-    }
-    match (dtype, to) {
-        (Float::F32, Float::F32) => run!(F32, F32),
-        (Float::F32, Float::F16) => run!(F32, F16),
-        (Float::F32, Float::Bf16) => run!(F32, Bf16),
-        (Float::F16, Float::F32) => run!(F16, F32),
-        (Float::F16, Float::F16) => run!(F16, F16),
-        (Float::F16, Float::Bf16) => run!(F16, Bf16),
-        (Float::Bf16, Float::F32) => run!(Bf16, F32),
-        (Float::Bf16, Float::F16) => run!(Bf16, F16),
-        (Float::Bf16, Float::Bf16) => run!(Bf16, Bf16),
-    }
+    with_weight!(dtype, W => with_weight!(to, To => {
+        dispatch(level, Decode::<W, To> { group, stored, dst, dtypes: PhantomData })
+    }))
 }
 
 fn check(dtype: Float, group: usize, src: usize, [codes, scales, zeros]: [usize; 3]) {

@@ -22,6 +22,27 @@ pub use weight::{Bf16, Weight, F16, F32};
 
 use super::Level;
 
+/// `$body` with `$W` the [`Weight`] of a [`Float`](crate::tensor::Float): where a dtype that is a value becomes a type.
+macro_rules! with_weight {
+    ($dtype:expr, $W:ident => $body:expr) => {
+        match $dtype {
+            $crate::tensor::Float::F32 => {
+                type $W = $crate::kernel::lanes::F32;
+                $body
+            }
+            $crate::tensor::Float::F16 => {
+                type $W = $crate::kernel::lanes::F16;
+                $body
+            }
+            $crate::tensor::Float::Bf16 => {
+                type $W = $crate::kernel::lanes::Bf16;
+                $body
+            }
+        }
+    };
+}
+pub(super) use with_weight;
+
 /// An algorithm that can run on any instruction set. Its `run` and all that it calls with `lanes` must be
 /// `#[inline(always)]`: code that is not inlined into the instance does not get the instance's instructions.
 pub trait Job {
